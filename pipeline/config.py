@@ -1,0 +1,242 @@
+"""The one configuration: a TOML file, a table a stage, dotted overrides. Secrets come from the environment."""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from pipeline.artifacts import Frozen
+from pipeline.errors import ConfigError
+
+
+class TargetConfig(Frozen):
+    """The served model, which is never changed."""
+
+    model: Path
+    """Folder with config.json, safetensors and the tokenizer."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """The dtype it is served in."""
+    max_model_len: int = Field(2048, gt=0)
+    """Context length, in tokens, that the fleet serves with."""
+
+
+class DrafterConfig(Frozen):
+    """The shape of a cold-started drafter. An adopted or trained one keeps its own."""
+
+    num_layers: int = Field(1, gt=0)
+    block_size: int = Field(8, ge=2)
+    """Tokens a block, the anchor counted: num_speculative_tokens is one less."""
+    target_layer_ids: tuple[int, ...] = ()
+    """0-based decoder layers whose outputs the drafter reads; empty spreads five evenly."""
+    mask_token_id: int | None = None
+    """The token in the slots to predict. Without a value, the tokenizer's own mask token; else an error."""
+    intermediate_size: int | None = None
+    """MLP width; the target's where absent."""
+
+
+class CollectConfig(Frozen):
+    """Traffic log → PromptSet."""
+
+    sources: tuple[Path, ...] = ()
+    """Folders or files (.jsonl, .jsonl.gz) of served requests."""
+    consent: Literal["recorded", "allow_all"] = "recorded"
+    """recorded: only records that carry consent. allow_all must be typed out."""
+    redaction: Literal["required", "none"] = "required"
+    """No redactor ships yet: collecting needs "none", typed out, by someone who may say so."""
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    gate_share: float = Field(0.25, gt=0, lt=1)
+    max_prompts: int | None = None
+    """Keep at most this many distinct prompts, by keyed hash."""
+    max_reject_share: float = Field(0.2, ge=0, le=1)
+    """A larger share of rejected records stops the stage."""
+
+
+class RegenerateConfig(Frozen):
+    """PromptSet → ResponseSet, by the target on vLLM."""
+
+    max_tokens: int = Field(256, gt=0)
+    """Upper bound on a reply; the request's own limit holds where it is lower."""
+    temperature: float | None = None
+    """Overrides the requests' own temperature; None keeps it."""
+    seed: int = 0
+    rows_per_part: int = Field(64, gt=0)
+    """Prompts a committed part: what a crash can cost."""
+    max_reject_share: float = Field(0.1, ge=0, le=1)
+    num_engines: int = Field(1, gt=0)
+    """vLLM replicas, one Ray actor each."""
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """KV cache of a CPU engine."""
+
+
+class CaptureConfig(Frozen):
+    """ResponseSet → HiddenStateCache."""
+
+    rows_per_part: int = Field(64, gt=0)
+    max_check_error: float = Field(0.1, gt=0)
+    """Largest relative error a row of the capture check against a reference forward pass (bf16 noise is ~0.03)."""
+    max_reject_share: float = Field(0.05, ge=0, le=1)
+
+
+class TrainConfig(Frozen):
+    """HiddenStateCache + starting drafter → DrafterCheckpoint."""
+
+    steps: int = Field(400, gt=0)
+    """Optimiser steps: the stated budget."""
+    blocks_per_step: int = Field(64, gt=0)
+    """Blocks (anchors) in one optimiser step."""
+    anchors_per_row: int = Field(32, gt=0)
+    """At most this many anchors of one reply in one pass over it."""
+    learning_rate: float = Field(2e-3, gt=0)
+    """Of the matrices (Muon) and, scaled by adamw_scale, of everything else."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    loss: Literal["dpace", "decay"] = "dpace"
+    dpace_alpha: float = Field(0.5, gt=0)
+    decay_gamma: float | None = None
+    """None takes the published value for the block size."""
+    warmup_share: float = Field(0.04, ge=0, lt=1)
+    grad_clip: float = Field(1.0, gt=0)
+    seed: int = 0
+    checkpoint_every: int = Field(100, gt=0)
+    """Steps between resumable checkpoints, which are also the walk measurements."""
+    walk_rows: int = Field(48, gt=0)
+    """Validation rows that a walk measurement uses."""
+    num_workers: int = Field(1, gt=0)
+    """Ray Train workers."""
+
+
+class EvaluateConfig(Frozen):
+    """Champion and challengers → AcceptanceReport, served on vLLM."""
+
+    server_url: str | None = None
+    """An idle replica with our control endpoint; None starts one."""
+    concurrency: int = Field(8, gt=0)
+    max_tokens: int = Field(128, gt=0)
+    max_prompts: int | None = None
+    blocks: int = Field(2, gt=0)
+    """Sittings of the alternation A B … B A that the prompts are dealt into."""
+
+
+class GateConfig(Frozen):
+    """AcceptanceReport → GateDecision."""
+
+    min_lift: float = Field(1.0, gt=0)
+    """The lower end of the interval of challenger over champion must be above this ratio."""
+    min_slice_lift: float = Field(0.9, gt=0)
+    """No slice's lift may be under this ratio."""
+    min_speed_ratio: float = Field(0.9, gt=0)
+    """Output tokens/s, challenger over champion, at the evaluated concurrency."""
+    max_walk_gap: float = Field(0.05, gt=0)
+    """Largest relative difference of accepted drafts a step between the offline walk and serving."""
+    min_clusters: int = Field(30, gt=0)
+    """Fewer conversations give no verdict."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    resamples: int = Field(10_000, ge=1000)
+    seed: int = 0
+
+
+class PromoteConfig(Frozen):
+    """GateDecision → MLflow version and alias."""
+
+    tracking_uri: str | None = None
+    """MLflow server; None keeps SQLite and a folder under the run root."""
+
+
+class ServingConfig(Frozen):
+    """The vLLM server that this machine starts, and how replicas are reached."""
+
+    replicas: tuple[str, ...] = ()
+    """Base URLs that deploy swaps."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    kv_cache_gib: float = Field(1.0, gt=0)
+    max_num_seqs: int = Field(16, gt=0)
+    token_env: str = "SLIPSTREAM_CONTROL_TOKEN"
+    """Environment variable that holds the control endpoint's bearer token."""
+
+
+class Config(Frozen):
+    """slipstream.toml."""
+
+    workload: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    """Names the registered model and the folders, with the target."""
+    root: Path = Path("runs/default")
+    """Where artifacts go; absolute when the job runs from a Ray working directory."""
+    split_key_env: str = "SLIPSTREAM_SPLIT_KEY"
+    """Environment variable with the key of the split hash. Unset, a key file is made under the root, mode 0600."""
+    target: TargetConfig
+    drafter: DrafterConfig = DrafterConfig()
+    collect: CollectConfig = CollectConfig()
+    regenerate: RegenerateConfig = RegenerateConfig()
+    capture: CaptureConfig = CaptureConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    gate: GateConfig = GateConfig()
+    promote: PromoteConfig = PromoteConfig()
+    serving: ServingConfig = ServingConfig()
+
+    @property
+    def model_name(self) -> str:
+        """The registered model: one per target and workload."""
+        return f"{self.target.model.name}--{self.workload}".lower()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration; relative paths in the file are relative to the file.
+
+    Overrides are ``table.key=value``, the value in TOML (bare words are taken as strings).
+
+    Raises: ConfigError with the file, the key and what was expected.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; give one with --config, infra/slipstream.toml is a model")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}")
+    for override in overrides:
+        _apply(data, override)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']} (found {e['input']!r})" for e in error.errors()]
+        raise ConfigError(f"{path}: {len(lines)} setting(s) cannot be used:\n" + "\n".join(lines))
+    return _anchor_paths(config, path.resolve().parent)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, raw = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected table.key=value, for instance train.steps=200")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *tables, last = key.split(".")
+    for table in tables:
+        data = data.setdefault(table, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {override!r}: {table} is a value, not a table")
+    data[last] = value
+
+
+def _anchor_paths(config: Config, base: Path) -> Config:
+    def absolute(path: Path) -> Path:
+        return path if path.is_absolute() else Path(os.path.normpath(base / path))
+
+    in_ray_upload = "runtime_resources" in base.parts and "working_dir_files" in base.parts
+    if in_ray_upload and not (config.root.is_absolute() and config.target.model.is_absolute()):
+        raise ConfigError(
+            f"root = {config.root} and target.model = {config.target.model} must be absolute in a Ray job: the "
+            "working directory is a copy that is deleted. Add --set root=/shared/runs --set target.model=/shared/model"
+        )
+    return config.model_copy(
+        update={
+            "root": absolute(config.root),
+            "target": config.target.model_copy(update={"model": absolute(config.target.model)}),
+            "collect": config.collect.model_copy(update={"sources": tuple(map(absolute, config.collect.sources))}),
+        }
+    )

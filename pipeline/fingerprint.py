@@ -1,0 +1,67 @@
+"""Which target, exactly: the fingerprint that stops artifacts of two targets from meeting."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.artifacts import TargetFingerprint
+from pipeline.errors import ConfigError
+
+# Settings of a config.json that name a place or a release, not a model.
+_NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_SAMPLE_BYTES = 1 << 20
+
+
+def target_fingerprint(model: Path, *, dtype: str, target_layer_ids: Sequence[int]) -> TargetFingerprint:
+    """The fingerprint of a target folder as it would be served.
+
+    The weights' identity hashes every safetensors header and the first, middle and last MiB of every
+    file: seconds for any size, and another revision or fine-tune changes it.
+
+    Raises: ConfigError when the folder is not a Hugging Face model folder with safetensors.
+    """
+    model = Path(model)
+    config = model / "config.json"
+    weights = sorted(model.glob("*.safetensors"))
+    if not config.exists() or not weights:
+        raise ConfigError(f"{model}: expected config.json and *.safetensors of the target; set target.model to it")
+    settings = {k: v for k, v in json.loads(config.read_text()).items() if k not in _NOT_IDENTITY}
+    return TargetFingerprint(
+        config=_short(json.dumps(settings, sort_keys=True).encode()),
+        tokenizer=_short(*(p.read_bytes() for p in _existing(model, "tokenizer.json", "tokenizer.model"))),
+        chat_template=_short(_chat_template(model).encode()),
+        weights=_short(*(part for path in weights for part in _weights_sample(path))),
+        dtype=dtype,
+        target_layer_ids=tuple(target_layer_ids),
+    )
+
+
+def _chat_template(model: Path) -> str:
+    if (file := model / "chat_template.jinja").exists():
+        return file.read_text()
+    if (file := model / "tokenizer_config.json").exists():
+        return json.dumps(json.loads(file.read_text()).get("chat_template"))
+    return ""
+
+
+def _weights_sample(path: Path) -> list[bytes]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        samples = [path.name.encode(), str(size).encode(), file.read(min(header_bytes, size))]
+        for start in (8 + header_bytes, size // 2, size - _SAMPLE_BYTES):
+            file.seek(max(0, start))
+            samples.append(file.read(_SAMPLE_BYTES))
+    return samples
+
+
+def _existing(folder: Path, *names: str) -> list[Path]:
+    return [folder / name for name in names if (folder / name).exists()]
+
+
+def _short(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""The Arrow schemas of every table that a stage writes. Fixed types, whatever the rows hold."""
+
+import pyarrow as pa
+
+SPLITS = ("train", "validation", "gate")
+
+PROMPTS = pa.schema(
+    [
+        ("row_id", pa.string()),  # hash of the canonical request; names the row in every later artifact
+        ("conversation", pa.string()),  # keyed hash: decides the split, clusters the bootstrap
+        ("split", pa.string()),  # train, validation or gate
+        ("slice", pa.string()),  # a group of requests reported apart, e.g. the route
+        ("weight", pa.int32()),  # how many served requests this row stands for (exact duplicates)
+        ("messages", pa.string()),  # canonical JSON
+        ("tools", pa.string()),  # canonical JSON, or null
+        ("template_args", pa.string()),  # canonical JSON of chat_template_kwargs, "{}" where none
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
+        ("max_tokens", pa.int32()),
+        ("source", pa.string()),  # file:line of the first record it came from
+    ]
+)
+
+RESPONSES = pa.schema(
+    [
+        ("row_id", pa.string()),
+        ("conversation", pa.string()),
+        ("split", pa.string()),
+        ("slice", pa.string()),
+        ("weight", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),  # what the engine really saw
+        ("response_ids", pa.list_(pa.int32())),  # what it emitted; the end-of-turn token is kept on "stop"
+        ("finish_reason", pa.string()),  # stop or length
+        ("temperature", pa.float32()),
+        ("max_tokens", pa.int32()),  # the budget used
+        ("clamped", pa.bool_()),  # the asked budget did not fit the context
+    ]
+)
+
+CACHE = pa.schema(
+    [
+        ("row_id", pa.string()),
+        ("conversation", pa.string()),
+        ("split", pa.string()),
+        ("slice", pa.string()),
+        ("weight", pa.int32()),
+        ("ids", pa.list_(pa.int32())),  # prompt + response
+        ("num_prompt_tokens", pa.int32()),
+        ("num_states", pa.int32()),  # len(ids) - 1: the last token is never an input
+        ("states_file", pa.string()),  # Arrow IPC file beside this table
+        ("states_batch", pa.int32()),  # its record batch; one row a position
+    ]
+)
+
+ACCEPTANCE = pa.schema(
+    [
+        ("role", pa.string()),  # champion, challenger or control
+        ("row_id", pa.string()),
+        ("conversation", pa.string()),
+        ("slice", pa.string()),
+        ("block", pa.int32()),  # which sitting of the alternation this request was in
+        ("num_tokens", pa.int32()),  # emitted, the prefill's own token included
+        ("num_drafts", pa.int32()),  # verification steps
+        ("num_accepted_tokens", pa.int32()),  # the engine's own count
+        ("accepted_per_pos", pa.list_(pa.int32())),  # drafts whose position k was accepted
+        ("latency_s", pa.float64()),
+        ("finish_reason", pa.string()),
+        ("flag", pa.string()),  # null, or why this reply's counts are not used
+    ]
+)
+
+
+def states_schema(num_layers: int, hidden_size: int) -> pa.Schema:
+    """One row a position: the raw 16-bit words of its states, layer after layer (no offsets to overflow)."""
+    return pa.schema(
+        [("states", pa.binary(num_layers * hidden_size * 2))],
+        metadata={"dtype": "bfloat16", "shape": f"[{num_layers}, {hidden_size}]"},
+    )

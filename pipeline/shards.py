@@ -1,0 +1,128 @@
+"""Resumable writing: a stage's rows in fixed parts, each committed whole and exactly once.
+
+A part is a few files and, written last, ``part-00003.json``, which lists them with their hashes and the
+rows that were rejected. After a crash the parts that have it stand untouched; whatever else lies in the
+folder is removed. The manifest gathers the parts, so readers never see a part that was not finished.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.artifacts import MANIFEST, Frozen, Shard, describe_file, publish, write_durably
+from pipeline.errors import SchemaError, StageError
+
+REJECTS = "rejects.jsonl"
+
+
+class Part(Frozen):
+    """One committed part: its files, and one record per rejected row."""
+
+    shards: tuple[Shard, ...]
+    rejects: tuple[dict[str, Any], ...] = ()
+    counts: dict[str, int] = {}
+
+
+class PartWriter:
+    """The parts of one stage in one folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._committed = {int(p.stem.split("-")[1]): _read_part(p) for p in self.folder.glob("part-*.json")}
+        self._remove_leftovers()
+
+    def is_done(self, index: int) -> bool:
+        """Whether this part is committed."""
+        return index in self._committed
+
+    def commit(
+        self,
+        index: int,
+        files: dict[str, tuple[int, Callable[[Path], None]]],
+        *,
+        rejects: Sequence[dict[str, Any]] = (),
+        counts: dict[str, int] | None = None,
+    ) -> None:
+        """Write the part's files (name → rows and a function that writes to a path), then commit it."""
+        shards = []
+        for name, (rows, write) in files.items():
+            temporary = self.folder / f".{name}.tmp"
+            write(temporary)
+            fsync_file(temporary)
+            publish(temporary, self.folder / name)
+            shards.append(describe_file(self.folder / name, rows=rows))
+        part = Part(shards=tuple(shards), rejects=tuple(rejects), counts=counts or {})
+        write_durably(self.folder / f"part-{index:05d}.json", part.model_dump_json(indent=1).encode())
+        self._committed[index] = part
+
+    def finish(self, num_parts: int) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
+        """All shards in order, rejects by reason, and summed counts; writes rejects.jsonl.
+
+        Raises: StageError when a part of the plan is missing.
+        """
+        missing = sorted(set(range(num_parts)) - set(self._committed))
+        if missing:
+            raise StageError(f"{self.folder}: parts {missing} are not committed; run the stage again to finish them")
+        parts = [self._committed[i] for i in range(num_parts)]
+        rejects = [reject for part in parts for reject in part.rejects]
+        counts: Counter[str] = Counter()
+        for part in parts:
+            counts.update(part.counts)
+        lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects)
+        write_durably(self.folder / REJECTS, lines.encode())
+        shards = tuple(shard for part in parts for shard in part.shards)
+        reasons = dict(Counter(str(reject["reason"]) for reject in rejects))
+        return (*shards, describe_file(self.folder / REJECTS, rows=len(rejects))), reasons, dict(counts)
+
+    def _remove_leftovers(self) -> None:
+        keep = {shard.path for part in self._committed.values() for shard in part.shards} | {MANIFEST, REJECTS}
+        for path in self.folder.iterdir():
+            if path.is_file() and path.name not in keep and not path.name.startswith("part-"):
+                path.unlink()
+
+
+def write_table(table: pa.Table) -> Callable[[Path], None]:
+    """A function that writes this table as Parquet to a path."""
+    return lambda path: pq.write_table(table, path, compression="zstd")
+
+
+def read_tables(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> pa.Table:
+    """All rows of an artifact's Parquet shards, in order.
+
+    Raises: SchemaError when a shard is not a whole Parquet file or has other columns.
+    """
+    tables = []
+    for shard in shards:
+        if not shard.path.endswith(".parquet"):
+            continue
+        path = Path(folder) / shard.path
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise SchemaError(f"{path}: not a whole Parquet file ({error}); remove {folder} and run the stage again")
+        if table.schema.names != schema.names:
+            raise SchemaError(f"{path}: columns {table.schema.names}, expected {schema.names}")
+        tables.append(table.cast(schema))
+    return pa.concat_tables(tables) if tables else schema.empty_table()
+
+
+def fsync_file(path: Path) -> None:
+    """Make a written file durable."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _read_part(path: Path) -> Part:
+    part = Part.model_validate_json(path.read_text())
+    for shard in part.shards:
+        file = path.parent / shard.path
+        if not file.exists() or file.stat().st_size != shard.bytes:
+            raise SchemaError(f"{file}: damaged after it was committed; remove {path.parent} and run the stage again")
+    return part
