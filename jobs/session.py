@@ -1,0 +1,82 @@
+"""How every job begins: its arguments, its logging, and a Ray to run on."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.config import Config, load_config
+from pipeline.errors import SlipstreamError
+
+logger = logging.getLogger("slipstream")
+
+# Nothing is reported to anyone, and a local Ray listens on loopback alone.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def start_logging() -> None:
+    """Log the stages' progress to standard error, one line each, with the time."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
+    logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """A connection to the Ray cluster of this environment, or a local Ray for as long as the block runs."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    in_cluster = os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID")
+    if in_cluster:
+        ray.init(address="auto", log_to_driver=True)
+    else:
+        ray.init(include_dashboard=False, object_store_memory=200_000_000, log_to_driver=True, logging_level="WARNING")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def job_main(
+    description: str,
+    run: Callable[[Config, argparse.Namespace], object],
+    *,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("slipstream.toml"), help="the configuration (TOML)")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override one setting"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    if add_arguments:
+        add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    start_logging()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            print(config.model_dump_json(indent=1))
+            return
+        with ray_session():
+            run(config, arguments)
+    except SlipstreamError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1)
