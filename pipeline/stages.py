@@ -61,7 +61,7 @@ def complete(
     if (found := find(folder, kind)) is not None:
         logger.info("%s: complete (%s), skipped", stage, derivation)
         return Artifact(folder, found)
-    with _exclusive(folder, stage):
+    with exclusive(folder, stage):
         if (found := find(folder, kind)) is not None:
             return Artifact(folder, found)
         started = time.monotonic()
@@ -81,7 +81,7 @@ def open_artifact(root: Path, kind: type[M], derivation: str) -> Artifact[M]:
 
 def set_current(root: Path, name: str, artifact: Artifact[Any]) -> None:
     """Remember an artifact under a name, for the stage that is run next by hand."""
-    with _exclusive(Path(root) / "current", "current.json", wait=True):
+    with exclusive(Path(root) / "current", "current.json", wait=True):
         names = _current_names(root)
         names[name] = artifact.id
         write_durably(Path(root) / "current.json", (json.dumps(names, indent=1, sort_keys=True) + "\n").encode())
@@ -103,7 +103,8 @@ def _current_names(root: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _exclusive(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+def exclusive(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder (a file beside it). Raises: StageError when it is taken and ``wait`` is off."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     with open(path, "w") as file:
