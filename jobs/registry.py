@@ -32,6 +32,7 @@ _CONTENT = "slipstream.content_id"
 _LOGGED = "slipstream.logged"
 _MOVE = "slipstream.move."
 _TRIES = 5
+_FIRST_WAIT_S = 0.2  # before the second try; doubles
 _BATCH = 100  # parameters in one request; metrics allow more
 _CONTENTION = ("RESOURCE_ALREADY_EXISTS", "TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED")
 
@@ -185,9 +186,8 @@ class Registry:
         return to
 
     def _version_of(self, model_name: str, derivation_id: str) -> str | None:
-        found = self._client.search_model_versions(
-            f"name = '{model_name}' and tags.`{_DERIVATION}` = '{derivation_id}'"
-        )
+        query = f"name = '{model_name}' and tags.`{_DERIVATION}` = '{derivation_id}'"
+        found = self._client.search_model_versions(query)
         return str(min(int(version.version) for version in found)) if found else None
 
     def _tags(self, model_name: str, version: str) -> dict[str, str]:
@@ -252,7 +252,7 @@ class Registry:
                 logger.warning("registry: upload of %s failed (%s), looking at what arrived", checkpoint.id, raised)
             if self._arrived(run_id, checkpoint, hashes=error is not None):
                 return
-            time.sleep(0.2 * 2**attempt)
+            time.sleep(_FIRST_WAIT_S * 2**attempt)
         raise StageError(f"{checkpoint.id}: MLflow at {self.uri} did not keep the files in {_TRIES} tries ({error})")
 
     def _arrived(self, run_id: str, checkpoint: Artifact[DrafterCheckpoint], *, hashes: bool) -> bool:
@@ -308,7 +308,7 @@ class Registry:
                     raise
                 if (version := self._version_of(model_name, tags[_DERIVATION])) is not None:
                     return version
-                time.sleep(0.2 * 2**attempt)
+                time.sleep(_FIRST_WAIT_S * 2**attempt)
         raise AssertionError("unreachable")
 
     def _ensure_model(self, model_name: str) -> None:
