@@ -135,9 +135,10 @@ class GateDecision(Manifest):
     kind: ClassVar[str] = "decisions"
     decision: str
     reasons: list[dict[str, Any]] = []
-    lift: float
-    ci_low: float
-    ci_high: float
+    lift: float | None
+    """Emitted tokens a step, challenger over champion; None where it could not be measured."""
+    ci_low: float | None
+    ci_high: float | None
 
 
 M = TypeVar("M", bound=Manifest)

@@ -117,6 +117,8 @@ class EvaluateConfig(Frozen):
     max_prompts: int | None = None
     blocks: int = Field(2, gt=0)
     """Sittings of the alternation A B … B A that the prompts are dealt into."""
+    max_repeat_share: float = Field(0.5, gt=0, le=1)
+    """A reply with a larger share of repeated 4-grams is a loop and isn't counted; 1 counts every reply."""
 
 
 class GateConfig(Frozen):
