@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from pipeline.config import Config, load_config
@@ -58,8 +58,12 @@ def job_main(
     *,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
+    needs_ray: bool = True,
 ) -> None:
-    """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error."""
+    """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error.
+
+    Jobs that only talk to MLflow and to replicas set ``needs_ray`` to False: a rollback must not wait for a cluster.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("slipstream.toml"), help="the configuration (TOML)")
     parser.add_argument(
@@ -75,7 +79,7 @@ def job_main(
         if arguments.dry_run:
             print(config.model_dump_json(indent=1))
             return
-        with ray_session():
+        with ray_session() if needs_ray else nullcontext():
             run(config, arguments)
     except SlipstreamError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -141,6 +141,20 @@ class GateDecision(Manifest):
     ci_high: float | None
 
 
+class Release(Manifest):
+    """What one deploy did: which version every replica serves since, and what the swap cost."""
+
+    kind: ClassVar[str] = "releases"
+    version: str
+    previous: str | None
+    """The champion before."""
+    reason: str
+    """deploy or rollback."""
+    at: str
+    replicas: list[dict[str, Any]] = []
+    """Each with url, pause_s, changed_outputs and live_fingerprint."""
+
+
 M = TypeVar("M", bound=Manifest)
 
 
