@@ -42,8 +42,9 @@ def render(
         verdict=verdict,
         verdict_title=TITLES[verdict.decision],
         summary=_summary(verdict),
-        # What failed comes first, what is only shown comes last.
-        reasons=sorted(verdict.reasons, key=lambda reason: {False: 0, True: 1, None: 2}[reason.passed]),
+        failed=[reason for reason in verdict.reasons if reason.passed is False],
+        passed=[reason for reason in verdict.reasons if reason.passed is True],
+        shown=[reason for reason in verdict.reasons if reason.passed is None],
         tiles=_tiles(measured),
         comparisons=intervals(verdict.comparisons),
         slices=_slices(verdict.slices, measured),
@@ -118,7 +119,7 @@ def line_chart(
         "left": _LEFT,
         "right": _WIDTH - _RIGHT,
         "bottom": _HEIGHT - _BOTTOM,
-        "x_ticks": [(x_at(t), f"{t:g}") for t in ticks(x_low, x_high, 5) if t == int(t)],
+        "x_ticks": [(x_at(t), f"{t:g}") for t in ticks(x_low, x_high, 8) if t == int(t)],
         "y_ticks": [(y_at(t), f"{t:g}") for t in ticks(y_low, y_high, 4)],
         "lines": [
             {"role": name, "points": [(x_at(x), y_at(y)) for x, y in one], "last": one[-1][1]}
