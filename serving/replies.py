@@ -1,0 +1,63 @@
+"""Read an OpenAI-style answer, whole or streamed, into one shape."""
+
+import json
+from typing import Any
+
+
+def read_reply(body: bytes, *, stream: bool) -> dict[str, Any]:
+    """``{"text", "finish_reason", "usage", "choices"}`` of an answer; text and reason are the first choice's.
+
+    Raises: ValueError when the body is an error, was cut short, or has no choices.
+    """
+    choices, usage = _from_events(body) if stream else _from_whole(body)
+    if not choices:
+        raise ValueError("the answer has no choices")
+    ordered = [choices[index] for index in sorted(choices)]
+    return {
+        "text": ordered[0]["text"],
+        "finish_reason": ordered[0]["finish_reason"],
+        "usage": usage,
+        "choices": ordered,
+    }
+
+
+def _from_whole(body: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
+    data = json.loads(body)
+    if "error" in data:
+        raise ValueError("the answer is an error")
+    choices: dict[int, dict[str, Any]] = {}
+    for choice in data["choices"]:
+        _add(choices, choice, choice.get("message") or {})
+    return choices, data.get("usage")
+
+
+def _from_events(body: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for line in body.split(b"\n"):
+        if not line.startswith(b"data:"):
+            continue
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            return choices, usage
+        event = json.loads(payload)
+        if "error" in event:
+            raise ValueError("the stream ends in an error")
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or []:
+            _add(choices, choice, choice.get("delta") or {})
+    raise ValueError("the stream was cut short")
+
+
+def _add(choices: dict[int, dict[str, Any]], choice: dict[str, Any], part: dict[str, Any]) -> None:
+    index = choice.get("index", 0)
+    kept = choices.setdefault(index, {"index": index, "text": "", "finish_reason": None})
+    kept["text"] += choice.get("text") or part.get("content") or ""
+    kept["finish_reason"] = choice.get("finish_reason") or kept["finish_reason"]
+    for name in ("reasoning", "reasoning_content"):
+        if part.get(name):
+            kept["reasoning"] = kept.get("reasoning", "") + part[name]
+    if part.get("tool_calls"):
+        kept["tool_calls"] = kept.get("tool_calls", []) + part["tool_calls"]
+    if choice.get("token_ids"):
+        kept["token_ids"] = kept.get("token_ids", []) + choice["token_ids"]
