@@ -1,0 +1,323 @@
+"""HiddenStateCache and a starting drafter → DrafterCheckpoint."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafter.anchors import legal_anchors
+from drafter.checkpoint import cold_start, load_drafter, save_drafter
+from drafter.dataset import CachedRow, collate, read_rows
+from drafter.frozen import FrozenTarget, read_frozen
+from drafter.loss import SlotWeights, block_loss, decay_weights, dpace_weights
+from drafter.model import Drafter
+from drafter.optim import Optimizer, learning_rate_scale
+from drafter.order import Order
+from drafter.shape import cold_shape, read_target_shape
+from drafter.walk import walk
+from pipeline.artifacts import (
+    DrafterCheckpoint,
+    HiddenStateCache,
+    describe_file,
+    package_versions,
+    publish,
+)
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import ConfigError, FingerprintError, StageError
+from pipeline.stages import Artifact, complete
+
+logger = logging.getLogger("slipstream")
+
+STAGE_VERSION = 1
+# What a training run means; the rest of the table is how it is executed.
+_EXECUTION = {"num_workers"}
+_RESUME = "resume.pt"
+
+
+@dataclass
+class Progress:
+    """What a resumed run goes on from, besides weights and optimiser."""
+
+    step: int = 0
+    curve: list[dict[str, float]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    """Walk of the best step so far: its counts, and "step"."""
+
+
+def run(
+    config: Config,
+    states: Artifact[HiddenStateCache],
+    *,
+    start: Artifact[DrafterCheckpoint] | None,
+    role: str,
+    on_progress: Callable[[dict[str, float]], None] = lambda point: None,
+) -> Artifact[DrafterCheckpoint]:
+    """The checkpoint with the best walk acceptance on the validation rows; cold where ``start`` is None.
+
+    Raises: StageError when no row can be trained on, or a loss is not finite; FingerprintError when the
+    cache and the starting drafter were made for different targets.
+    """
+    if start is not None and start.manifest.fingerprint and states.manifest.fingerprint:
+        start.manifest.fingerprint.require_same(
+            states.manifest.fingerprint, where=f"{start.folder} and {states.folder}"
+        )
+    meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role}
+    if start is None:
+        meaning["drafter"] = config.drafter.model_dump(mode="json")
+    return complete(
+        config.root,
+        DrafterCheckpoint,
+        stage="train",
+        version=STAGE_VERSION,
+        parents={"states": states.id, **({"start": start.id} if start else {})},
+        meaning=meaning,
+        build=lambda folder, derivation: _build(folder, derivation, config, states, start, role, on_progress),
+    )
+
+
+def _build(
+    folder: Path,
+    derivation: str,
+    config: Config,
+    states: Artifact[HiddenStateCache],
+    start: Artifact[DrafterCheckpoint] | None,
+    role: str,
+    on_progress: Callable[[dict[str, float]], None],
+) -> DrafterCheckpoint:
+    frozen = read_frozen(config.target.model)
+    drafter, raw = load_drafter(start.folder) if start else (new_drafter(config, frozen), None)
+    layer_ids = states.manifest.fingerprint.target_layer_ids if states.manifest.fingerprint else ()
+    if layer_ids != drafter.shape.target_layer_ids:
+        raise FingerprintError(
+            f"{states.folder}: captured layers {list(layer_ids)}, the drafter reads "
+            f"{list(drafter.shape.target_layer_ids)}; capture again with the drafter's layers"
+        )
+    rows = trainable_rows(read_rows(states, "train"), drafter.shape.block_size)
+    if not rows:
+        raise StageError(
+            f"{states.folder}: no train row has room for a block of {drafter.shape.block_size} in its reply; "
+            "collect more traffic or use a smaller drafter.block_size"
+        )
+    validation = read_rows(states, "validation")[: config.train.walk_rows]
+    if not validation:
+        raise StageError(f"{states.folder}: no validation rows; raise collect.validation_share or collect more traffic")
+    progress = train_loop(drafter, frozen, rows, validation, config.train, folder, on_progress)
+    drafter.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
+    paths = save_drafter(folder, drafter, raw)
+    for name in ("best.pt", _RESUME):
+        (folder / name).unlink()
+    return DrafterCheckpoint(
+        derivation_id=derivation,
+        parents={"states": states.id, **({"start": start.id} if start else {})},
+        fingerprint=states.manifest.fingerprint,
+        shards=tuple(describe_file(path) for path in paths),
+        config=config.train.model_dump(mode="json"),
+        versions=package_versions(),
+        counts={"train_rows": len(rows), "validation_rows": len(validation), "steps": progress.step},
+        role=role,
+        block_size=drafter.shape.block_size,
+        mask_token_id=drafter.shape.mask_token_id,
+        walk=progress.best or {},
+        curve=progress.curve,
+    )
+
+
+def new_drafter(config: Config, frozen: FrozenTarget) -> Drafter:
+    """A cold-started drafter of the configured shape. Raises: ConfigError when no mask token is known."""
+    shape = cold_shape(
+        read_target_shape(config.target.model),
+        num_layers=config.drafter.num_layers,
+        block_size=config.drafter.block_size,
+        mask_token_id=resolve_mask_token(config),
+        target_layer_ids=config.drafter.target_layer_ids,
+        intermediate_size=config.drafter.intermediate_size,
+    )
+    return cold_start(shape, frozen, seed=config.train.seed)
+
+
+def resolve_mask_token(config: Config) -> int:
+    """The mask token id of a new drafter: the configured one, else the tokenizer's own mask token.
+
+    Padding is never taken for it: pad is often the end-of-text token, which must keep its meaning.
+
+    Raises: ConfigError that says how to set it.
+    """
+    if config.drafter.mask_token_id is not None:
+        logger.info("mask token %d from drafter.mask_token_id", config.drafter.mask_token_id)
+        return config.drafter.mask_token_id
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.target.model)
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(
+            f"{config.target.model}: the tokenizer has no mask token; set drafter.mask_token_id to a token that never "
+            f"occurs in text, for instance a reserved special token (there are {len(tokenizer)} tokens)"
+        )
+    logger.info("mask token %d from the tokenizer", tokenizer.mask_token_id)
+    return tokenizer.mask_token_id
+
+
+def trainable_rows(rows: Sequence[CachedRow], block_size: int) -> list[CachedRow]:
+    """The rows that have at least one legal anchor; logs how many do not."""
+    usable = [
+        row for row in rows if len(legal_anchors(torch.arange(row.num_tokens) >= row.num_prompt_tokens, block_size)) > 0
+    ]
+    if len(usable) < len(rows):
+        logger.info("train: %d of %d rows are too short for a block, left out", len(rows) - len(usable), len(rows))
+    return usable
+
+
+def train_loop(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    rows: Sequence[CachedRow],
+    validation: Sequence[CachedRow],
+    config: TrainConfig,
+    folder: Path,
+    on_progress: Callable[[dict[str, float]], None] = lambda point: None,
+) -> Progress:
+    """Train to ``config.steps``, from ``folder``'s last checkpoint where there is one; best.pt holds the best step.
+
+    Under torch.distributed each process takes its share of every step's rows; all see the same step count,
+    since a process without a block still adds its zero gradient.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    order = Order(len(rows), max(1, config.blocks_per_step // config.anchors_per_row), config.seed)
+    optimizer = Optimizer(drafter.named_parameters(), kind=config.optimizer, learning_rate=config.learning_rate)
+    slot_weights = slot_weights_of(config, drafter.shape.block_size)
+    progress = _resume(folder, drafter, optimizer)
+    if progress.best is None:
+        _measure(progress, drafter, frozen, validation, folder, rank, {"step": 0.0}, on_progress)
+    started, first_step = time.monotonic(), progress.step
+    while progress.step < config.steps:
+        picks = order.rows_of(progress.step)
+        anchors = order.anchors_of(rows, picks, limit=config.anchors_per_row, block_size=drafter.shape.block_size)
+        num_blocks = sum(len(a) for a in anchors)
+        share = [(rows[row], drawn) for (_, row), drawn in zip(picks, anchors, strict=True) if len(drawn)][rank::world]
+        loss, hits = backward(drafter, frozen, share, slot_weights, normalizer=num_blocks)
+        _sum_gradients(drafter, world)
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.grad_clip)
+        if not torch.isfinite(norm):
+            raise StageError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
+        scale = learning_rate_scale(progress.step, config.steps, config.warmup_share)
+        optimizer.step(scale)
+        progress.step += 1
+        if progress.step % config.checkpoint_every == 0 or progress.step == config.steps:
+            elapsed = time.monotonic() - started
+            per_step = elapsed / (progress.step - first_step)
+            point = {
+                "step": float(progress.step),
+                "loss": loss,
+                "slot1_accuracy": float(hits[0]),
+                "learning_rate": config.learning_rate * scale,
+                "blocks_per_s": num_blocks / per_step,
+                "remaining_s": per_step * (config.steps - progress.step),
+            }
+            _measure(progress, drafter, frozen, validation, folder, rank, point, on_progress)
+            if rank == 0:
+                _save(folder, drafter, optimizer, progress)
+    return progress
+
+
+def backward(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    share: Sequence[tuple[CachedRow, Tensor]],
+    slot_weights: SlotWeights,
+    *,
+    normalizer: float,
+) -> tuple[float, Tensor]:
+    """Add the gradient of these rows and their anchors; returns their loss and the share of hits per slot, [K]."""
+    if not share:
+        return 0.0, torch.zeros(drafter.shape.num_draft_tokens)
+    rows, anchors = zip(*share, strict=True)
+    batch = collate(rows, anchors, drafter.shape.block_size, frozen.head.dtype)
+    hidden = drafter(
+        batch.states,
+        batch.anchors,
+        frozen.embedding[batch.anchor_ids],
+        frozen.embedding[drafter.shape.mask_token_id],
+    )
+    real = batch.is_real
+    loss, parts = block_loss(hidden[real], frozen.head, batch.labels[real], slot_weights, normalizer=normalizer)
+    loss.backward()
+    return float(loss.detach()), parts[1].mean(dim=0)
+
+
+def slot_weights_of(config: TrainConfig, block_size: int) -> SlotWeights:
+    """The configured weighting of a block's slots."""
+    if config.loss == "dpace":
+        return dpace_weights(config.dpace_alpha)
+    return decay_weights(block_size, config.decay_gamma)
+
+
+def _sum_gradients(drafter: Drafter, world: int) -> None:
+    if world == 1:
+        return
+    for parameter in drafter.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+
+
+def _measure(
+    progress: Progress,
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    validation: Sequence[CachedRow],
+    folder: Path,
+    rank: int,
+    point: dict[str, float],
+    on_progress: Callable[[dict[str, float]], None],
+) -> None:
+    counts, _ = walk(drafter, frozen, validation)
+    point = {**point, "walk_acceptance_length": counts.acceptance_length}
+    progress.curve.append(point)
+    if progress.best is None or counts.acceptance_length > progress.best["acceptance_length"]:
+        progress.best = {**counts.as_dict(), "step": progress.step}
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            _save_torch(folder / "best.pt", drafter.state_dict())
+    if rank == 0:
+        logger.info(
+            "train: step %d  loss %s  walk acceptance %.3f  %.0f blocks/s  %.0f s left",
+            progress.step,
+            f"{point['loss']:.3f}" if "loss" in point else "-",
+            counts.acceptance_length,
+            point.get("blocks_per_s", 0),
+            point.get("remaining_s", 0),
+        )
+        on_progress(point)
+
+
+def _save(folder: Path, drafter: Drafter, optimizer: Optimizer, progress: Progress) -> None:
+    state = {
+        "drafter": drafter.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": {"step": progress.step, "curve": progress.curve, "best": progress.best},
+    }
+    _save_torch(folder / _RESUME, state)
+
+
+def _resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
+    path = folder / _RESUME
+    if not path.exists():
+        return Progress()
+    state = torch.load(path, weights_only=True)
+    drafter.load_state_dict(state["drafter"])
+    optimizer.load_state_dict(state["optimizer"])
+    progress = Progress(**state["progress"])
+    logger.info("train: resumed at step %d", progress.step)
+    return progress
+
+
+def _save_torch(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    torch.save(value, temporary)
+    publish(temporary, path)

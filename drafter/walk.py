@@ -1,0 +1,121 @@
+"""Acceptance as decoding would meet it, from cached states: no engine, no target.
+
+For every anchor of a reply, the drafts that match the target's own tokens are counted; the walk then starts
+at the reply's first token, jumps over what was accepted and the token the target adds, and so on to the end,
+exactly the steps that greedy speculative decoding takes. Averages over random anchors overweight easy
+stretches, which decoding crosses in few steps; the walk does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.dataset import CachedRow, collate
+from drafter.frozen import FrozenTarget
+from drafter.model import Drafter
+
+
+@dataclass
+class WalkCounts:
+    """Counts over replies; lengths are derived, never averaged."""
+
+    num_replies: int = 0
+    num_tokens: int = 0
+    """Reply tokens, each reply's first (which prefill emits) included."""
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / drafts; the token the target adds counts."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    @property
+    def emitted_tokens_per_step(self) -> float:
+        """(tokens - replies) / drafts: what a step really emitted, the ends of replies trimmed."""
+        return (self.num_tokens - self.num_replies) / max(1, self.num_drafts)
+
+    def add(self, accepted: Sequence[int], num_reply_tokens: int, num_draft_tokens: int) -> None:
+        """Count one reply's steps; ``accepted`` holds the accepted drafts of each."""
+        per_pos = self.num_accepted_tokens_per_pos or [0] * num_draft_tokens
+        self.num_accepted_tokens_per_pos = [n + sum(a > k for a in accepted) for k, n in enumerate(per_pos)]
+        self.num_replies += 1
+        self.num_tokens += num_reply_tokens
+        self.num_drafts += len(accepted)
+        self.num_accepted_tokens += sum(accepted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts and derived lengths, for manifests and reports."""
+        return {
+            "num_replies": self.num_replies,
+            "num_tokens": self.num_tokens,
+            "num_drafts": self.num_drafts,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": self.num_accepted_tokens_per_pos,
+            "acceptance_length": self.acceptance_length,
+            "emitted_tokens_per_step": self.emitted_tokens_per_step,
+        }
+
+
+def jumps(accepted: Sequence[int], first: int, last: int) -> list[int]:
+    """Anchors that decoding visits, given the accepted drafts at every position.
+
+    The first token of the reply is at ``first``; decoding stops when the token at ``last`` is out.
+    """
+    visited, anchor = [], first
+    while anchor < last:
+        visited.append(anchor)
+        anchor += accepted[anchor] + 1
+    return visited
+
+
+@torch.inference_mode()
+def walk(
+    drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, rows_per_pass: int = 4
+) -> tuple[WalkCounts, dict[str, WalkCounts]]:
+    """Counts of all replies together, and by slice."""
+    total, slices = WalkCounts(), {}
+    K = drafter.shape.num_draft_tokens
+    for start in range(0, len(rows), rows_per_pass):
+        some = [row for row in rows[start : start + rows_per_pass] if row.num_tokens - row.num_prompt_tokens > 1]
+        if not some:
+            continue
+        for row, accepted in zip(some, accepted_everywhere(drafter, frozen, some), strict=True):
+            steps = [int(accepted[p]) for p in jumps(accepted.tolist(), row.num_prompt_tokens, row.num_tokens - 1)]
+            num_reply_tokens = row.num_tokens - row.num_prompt_tokens
+            total.add(steps, num_reply_tokens, K)
+            slices.setdefault(row.slice, WalkCounts()).add(steps, num_reply_tokens, K)
+    return total, slices
+
+
+@torch.inference_mode()
+def accepted_everywhere(drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow]) -> list[Tensor]:
+    """For each row int64 [n]: drafts accepted by a block that starts at each reply position, 0 elsewhere.
+
+    A slot's logits are computed only where every earlier slot was right, since nothing else counts.
+    """
+    shape = drafter.shape
+    anchors = [torch.arange(row.num_prompt_tokens, row.num_tokens - 1) for row in rows]
+    batch = collate(rows, anchors, shape.block_size, frozen.head.dtype)
+    hidden = drafter(
+        batch.states, batch.anchors, frozen.embedding[batch.anchor_ids], frozen.embedding[shape.mask_token_id]
+    )  # [D, A, K, H]
+    ends = torch.tensor([row.num_tokens - 1 for row in rows])[:, None]
+    alive = batch.is_real.clone()
+    accepted = torch.zeros_like(batch.anchors)
+    for slot in range(shape.num_draft_tokens):
+        alive &= batch.anchors + slot + 1 <= ends
+        where = alive.nonzero(as_tuple=True)
+        guess = (hidden[where[0], where[1], slot] @ frozen.head.T).argmax(dim=-1)
+        alive[where] = guess == batch.labels[where[0], where[1], slot]
+        accepted += alive
+    found = []
+    for i, row in enumerate(rows):
+        at = torch.zeros(row.num_tokens, dtype=torch.int64)
+        at[anchors[i]] = accepted[i, : len(anchors[i])]
+        found.append(at)
+    return found
