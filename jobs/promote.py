@@ -43,7 +43,7 @@ def run(config: Config, decision: Artifact[GateDecision], challenger: Artifact[D
     if decision.manifest.decision != PROMOTE:
         raise StageError(
             f"{model} version {version} is not approved, the gate says {decision.manifest.decision}:\n"
-            + "\n".join(f"  {_reason(reason)}" for reason in decision.manifest.reasons)
+            + "\n".join(f"  {r['message']}" for r in decision.manifest.reasons if r["passed"] is False)
             + f"\nSee {decision.folder / 'report.html'}"
         )
     _require_present_champion(registry, model, report, version)
@@ -78,10 +78,6 @@ def _require_present_champion(registry: Registry, model: str, report: Acceptance
             f"{model}: the gate compared with champion {report.parents.get('champion')}, but version {champion} "
             f"({present}) is champion now; evaluate against it, then promote again"
         )
-
-
-def _reason(reason: dict) -> str:
-    return ", ".join(f"{key} {value}" for key, value in reason.items())
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

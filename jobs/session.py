@@ -3,13 +3,14 @@
 import argparse
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from pipeline.config import Config, load_config
-from pipeline.errors import SlipstreamError
+from pipeline.errors import ConfigError, SlipstreamError
 
 logger = logging.getLogger("slipstream")
 
@@ -41,15 +42,33 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    in_cluster = os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID")
-    if in_cluster:
-        ray.init(address="auto", log_to_driver=True)
-    else:
-        ray.init(include_dashboard=False, object_store_memory=200_000_000, log_to_driver=True, logging_level="WARNING")
     try:
+        if _in_cluster():
+            ray.init(address="auto")
+        else:
+            # "local": never a cluster that someone else happens to run on this machine.
+            ray.init(address="local", include_dashboard=False, object_store_memory=200_000_000, logging_level="WARNING")
         yield
     finally:
         ray.shutdown()
+
+
+def _in_cluster() -> bool:
+    """Whether this process belongs to a Ray cluster. If not, sets a token of its own for the local one.
+
+    Left to itself, Ray writes a token into the home folder, and heads started later then refuse everyone who has not
+    set RAY_AUTH_MODE. Raises: ConfigError on an address that jobs are submitted to.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is where jobs are submitted, not a cluster to join: put it into "
+            "RAY_API_SERVER_ADDRESS and use `ray job submit`, or unset it to run here"
+        )
+    if address or os.environ.get("RAY_JOB_ID"):
+        return True
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    return False
 
 
 def job_main(
@@ -82,5 +101,6 @@ def job_main(
         with ray_session() if needs_ray else nullcontext():
             run(config, arguments)
     except SlipstreamError as error:
+        error = getattr(error, "cause", None) or error  # what was raised in a Ray task, without Ray's traceback
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(1)
