@@ -1,0 +1,32 @@
+"""Progress of long work, for the people who wait: rows done, speed, and an estimate from this run alone."""
+
+import logging
+import time
+
+logger = logging.getLogger("slipstream")
+
+
+class Progress:
+    """Logs a line whenever a part is done. Parts of an earlier run count as done, but not as speed."""
+
+    def __init__(self, stage: str, *, total_rows: int, rows_before: int = 0):
+        self._stage, self._total = stage, total_rows
+        self._before, self._rows, self._tokens = rows_before, 0, 0
+        self._started = time.monotonic()
+        if rows_before:
+            logger.info("%s: %d of %d rows were there already", stage, rows_before, total_rows)
+
+    def add(self, *, rows: int, tokens: int) -> None:
+        """Count rows and tokens that have just been committed."""
+        self._rows += rows
+        self._tokens += tokens
+        elapsed = time.monotonic() - self._started
+        left = self._total - self._before - self._rows
+        logger.info(
+            "%s: %d of %d rows, %.0f tokens/s, about %.0f s left",
+            self._stage,
+            self._before + self._rows,
+            self._total,
+            self._tokens / elapsed,
+            elapsed / self._rows * left,
+        )
