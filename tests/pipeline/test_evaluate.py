@@ -1,0 +1,351 @@
+"""Sittings, counts and refusals of an evaluation, with a scripted server; the real one is met end to end."""
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import evaluate
+from pipeline.artifacts import DrafterCheckpoint, ResponseSet, TargetFingerprint, commit, describe_file, verify
+from pipeline.config import Config
+from pipeline.errors import FingerprintError, StageError
+from pipeline.schemas import ACCEPTANCE, RESPONSES
+from pipeline.shards import read_tables
+from pipeline.stages import Artifact
+
+K = 3
+TARGET = TargetFingerprint(
+    config="c", tokenizer="t", chat_template="think-off", weights="w", dtype="bfloat16", target_layer_ids=()
+)
+
+
+@dataclass
+class ScriptedReply:
+    token_ids: list[int]
+    spec: dict | None
+    finish_reason: str | None = "stop"
+    latency_s: float = 0.01
+    error: str | None = None
+
+
+@dataclass
+class ScriptedServer:
+    """Answers prompt [n, …] with n tokens, each role accepting a fixed number of drafts a step."""
+
+    accepted: dict[str, int]
+    events: list = field(default_factory=list)
+    role: str | None = None
+    changes: dict = field(default_factory=dict)
+    fail: set[int] = field(default_factory=set)
+
+    def use(self, role, folder, manifest):
+        self.role = role
+        self.events.append(("use", role, folder))
+
+    def settings(self):
+        return {"engine": "scripted", **self.changes.get(self.role, {})}
+
+    def answer(self, requests, *, concurrency):
+        self.events.append(("answer", self.role, [r["prompt"] for r in requests], concurrency))
+        return [self._reply(request) for request in requests]
+
+    def _reply(self, request):
+        first = request["prompt"][0]
+        if first in self.fail:
+            return ScriptedReply([], None, None, error="HTTP 500")
+        # 1 token from the prefill, then whole steps until the budget.
+        per_step = self.accepted[self.role]
+        steps = (request["max_tokens"] - 1) // (per_step + 1)
+        histogram = [0] * (K + 1)
+        histogram[per_step] = steps
+        spec = {
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": per_step * steps,
+            "acceptance_histogram": histogram,
+            "per_step_accepted": [per_step] * steps,
+        }
+        return ScriptedReply([first * 100 + i for i in range(1 + steps * (per_step + 1))], spec)
+
+
+def response(i, *, split="gate", prompt=None, reply=None, max_tokens=64):
+    return {
+        "row_id": f"row{i:03d}",
+        "conversation": f"conversation{i // 2}",
+        "split": split,
+        "slice": "mail" if i % 2 else "code",
+        "weight": 1,
+        "prompt_ids": prompt or [i + 1, 7, 8],
+        "response_ids": reply or list(range(20)),
+        "finish_reason": "stop",
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "clamped": False,
+    }
+
+
+def responses_of(root, rows, *, fingerprint=TARGET):
+    folder = root / "responses" / "s1"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=RESPONSES), folder / "responses.parquet")
+    shards = (describe_file(folder / "responses.parquet", rows=len(rows)),)
+    manifest = ResponseSet(derivation_id="s1", parents={}, shards=shards, fingerprint=fingerprint)
+    commit(folder, manifest)
+    return Artifact(folder, manifest)
+
+
+def candidates_of(*roles, **changed):
+    return {
+        role: Artifact(
+            Path("/drafters") / role,
+            DrafterCheckpoint(
+                **{
+                    "derivation_id": f"id-{role}",
+                    "parents": {},
+                    "fingerprint": TARGET.model_copy(update={"target_layer_ids": (1, 3)}),
+                    "role": role,
+                    "block_size": K + 1,
+                    "mask_token_id": 2,
+                    **changed.get(role, {}),
+                }
+            ),
+        )
+        for role in roles
+    }
+
+
+THREE = ("champion", "challenger", "control")
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(
+        root=tmp_path,
+        target={"model": tmp_path / "model", "max_model_len": 256},
+        evaluate={"concurrency": 4, "max_tokens": 25, "blocks": 2},
+    )
+
+
+def server_of(**changes):
+    return ScriptedServer({"champion": 1, "challenger": 3, "control": 2}, **changes)
+
+
+def rows_for_ten():
+    return [response(i) for i in range(10)] + [response(i, split="train") for i in range(10, 13)]
+
+
+def test_the_sittings_alternate_and_every_role_answers_every_prompt_once(config, tmp_path):
+    server = server_of()
+    evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+    used = [event[1] for event in server.events if event[0] == "use"]
+    assert used == [*THREE, *reversed(THREE), "champion"]
+    answers = [event for event in server.events if event[0] == "answer"]
+    gate_answers = [event for event in answers if event[2][0][0] <= 10]
+    for role in THREE:
+        prompts = list(itertools.chain.from_iterable(e[2] for e in gate_answers if e[1] == role))
+        assert sorted(prompts) == [[i + 1, 7, 8] for i in range(10)]
+    # Before each sitting the engine is warmed, with prompts that are not of the gate set.
+    assert [e[2][0][0] > 10 for e in answers] == [True, False] * 6
+    assert {e[3] for e in answers} == {4}
+
+
+def test_prompts_go_in_as_the_exact_ids_greedy(config, tmp_path):
+    seen = []
+    server = server_of()
+    inner = server.answer
+    server.answer = lambda requests, *, concurrency: seen.extend(requests) or inner(requests, concurrency=concurrency)
+    evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+    gate = [request for request in seen if request["prompt"][0] <= 10]
+    assert all(r["temperature"] == 0 and r["return_token_ids"] and r["max_tokens"] == 25 for r in gate)
+
+
+def test_what_was_measured_is_the_count_of_what_was_answered(config, tmp_path):
+    responses = responses_of(tmp_path, rows_for_ten())
+    walk = {"num_drafts": 100, "num_accepted_tokens": 90, "num_accepted_tokens_per_pos": [60, 20, 10]}
+    report = evaluate.run(
+        config, candidates_of(*THREE), responses, server=server_of(), walks={"control": walk}, recorded=2.1
+    ).manifest
+    # Budget 25: champion 12 steps of 2 tokens, challenger 6 of 4, control 8 of 3; all emit 25.
+    expected = {"champion": (12, 1), "challenger": (6, 3), "control": (8, 2)}
+    for role, (steps, accepted) in expected.items():
+        one = report.measured[role]
+        assert one["num_drafts"] == 10 * steps
+        assert one["num_accepted_tokens"] == 10 * steps * accepted
+        assert one["num_accepted_tokens_per_pos"] == [10 * steps] * accepted + [0] * (K - accepted)
+        assert one["served_acceptance_length"] == 1 + accepted
+        assert one["emitted_tokens_per_step"] == 24 / steps
+        assert one["flagged"] == {}
+        assert one["tokens_per_s"] > 0
+        assert one["slices"]["mail"]["num_requests"] == one["slices"]["code"]["num_requests"] == 5
+        assert one["num_replies_different"] == 0
+    assert report.measured["control"]["walk"] == walk
+    assert report.measured["champion"]["walk"] is None
+    assert report.measured["champion"]["recorded_acceptance_length"] == 2.1
+
+
+def test_the_table_has_one_row_a_role_and_request_and_no_text(config, tmp_path):
+    report = evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server_of())
+    verify(report.folder, report.manifest)
+    table = read_tables(report.folder, report.manifest.shards, ACCEPTANCE).to_pylist()
+    assert len({(row["role"], row["row_id"]) for row in table}) == len(table) == 30
+    assert {row["block"] for row in table if row["row_id"] == "row000"} == {0}
+    assert {row["block"] for row in table if row["row_id"] == "row001"} == {1}
+    names = {p.name for p in report.folder.iterdir()}
+    assert not any("prompt" in name or "reply" in name for name in names)
+
+
+def test_an_evaluation_that_is_complete_touches_no_server(config, tmp_path):
+    responses = responses_of(tmp_path, rows_for_ten())
+    first = evaluate.run(config, candidates_of(*THREE), responses, server=server_of())
+    untouched = server_of()
+    again = evaluate.run(config, candidates_of(*THREE), responses, server=untouched)
+    assert again == first
+    assert untouched.events == []
+
+
+def test_an_interrupted_evaluation_leaves_the_champion_serving_and_no_artifact(config, tmp_path):
+    responses = responses_of(tmp_path, rows_for_ten())
+    server = server_of()
+    inner = server.answer
+
+    def break_off(requests, *, concurrency):
+        if server.role == "challenger":
+            raise KeyboardInterrupt
+        return inner(requests, concurrency=concurrency)
+
+    server.answer = break_off
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.run(config, candidates_of(*THREE), responses, server=server)
+    assert server.role == "champion"
+    assert not list((tmp_path / "reports").glob("*/manifest.json"))
+    assert evaluate.run(config, candidates_of(*THREE), responses, server=server_of()).manifest.counts["prompts"] == 10
+
+
+def test_case_9_settings_that_move_between_sittings_are_refused_with_both_values(config, tmp_path):
+    server = server_of(changes={"challenger": {"chat_template": "think-on"}})
+    with pytest.raises(FingerprintError, match=r"chat_template: None != 'think-on'"):
+        evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+
+
+def test_case_9_the_fingerprint_names_everything_that_moves_acceptance(config, tmp_path):
+    settings = evaluate.run(
+        config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server_of()
+    ).manifest.settings
+    assert settings["target"]["chat_template"] == "think-off"
+    assert settings["target"]["weights"] == "w"
+    assert (settings["block_size"], settings["max_tokens"], settings["sampling"]) == (4, 25, {"temperature": 0.0})
+    assert settings["engine"] == "scripted"
+    with pytest.raises(FingerprintError, match="max_tokens: 25 != 26"):
+        evaluate.require_same_settings(settings, settings | {"max_tokens": 26}, where="two reports")
+
+
+def test_case_9_other_rendered_prompts_are_another_fingerprint(config, tmp_path):
+    thinking = [response(i, prompt=[i + 1, 7, 8, 9]) for i in range(10)]
+    one = evaluate.run(
+        config, candidates_of(*THREE), responses_of(tmp_path / "a", rows_for_ten()), server=server_of()
+    ).manifest.settings
+    other_root = config.model_copy(update={"root": tmp_path / "b"})
+    other = evaluate.run(
+        other_root, candidates_of(*THREE), responses_of(tmp_path / "b", thinking), server=server_of()
+    ).manifest.settings
+    with pytest.raises(FingerprintError, match="prompts: "):
+        evaluate.require_same_settings(one, other, where="two reports")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_size": 8}, "block_size: 4 != 8"),
+        ({"mask_token_id": 5}, "mask_token_id: 2 != 5"),
+        ({"fingerprint": TARGET.model_copy(update={"weights": "x"})}, "weights: x != w"),
+    ],
+)
+def test_drafters_that_cannot_share_an_engine_are_refused(config, tmp_path, changed, message):
+    server = server_of()
+    with pytest.raises(FingerprintError, match=message):
+        evaluate.run(
+            config,
+            candidates_of(*THREE, challenger=changed),
+            responses_of(tmp_path, rows_for_ten()),
+            server=server,
+        )
+    assert server.events == []
+
+
+def test_case_74_there_is_no_evaluation_without_the_champion(config, tmp_path):
+    with pytest.raises(StageError, match="no champion"):
+        evaluate.run(config, candidates_of("challenger"), responses_of(tmp_path, rows_for_ten()), server=server_of())
+
+
+def test_case_72_prompts_that_end_in_loops_are_not_served(config, tmp_path):
+    rows = [response(i, reply=[9] * 40 if i < 3 else None) for i in range(10)]
+    responses = responses_of(tmp_path, rows)
+    served = evaluate.gate_rows(config, responses, block_size=K + 1)
+    assert [row["row_id"] for row in served] == [f"row{i:03d}" for i in range(3, 10)]
+
+
+def test_budgets_keep_clear_of_the_contexts_end(config, tmp_path):
+    rows = [
+        response(0, prompt=[1] * 240),  # 256 - 240 - 4 = 12 tokens are left
+        response(1, prompt=[1] * 252),  # none
+        response(2, max_tokens=10),  # the request's own limit
+        response(3),
+        response(4, split="validation"),
+    ]
+    served = evaluate.gate_rows(config, responses_of(tmp_path, rows), block_size=4)
+    assert {row["row_id"]: row["num_tokens"] for row in served} == {"row000": 12, "row002": 10, "row003": 25}
+
+
+def test_at_most_the_configured_prompts_are_served_and_always_the_same(config, tmp_path):
+    responses = responses_of(tmp_path, list(reversed(rows_for_ten())))
+    few = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"max_prompts": 4})})
+    assert [r["row_id"] for r in evaluate.gate_rows(few, responses, block_size=4)] == [f"row{i:03d}" for i in range(4)]
+
+
+def test_no_gate_rows_stop_the_stage(config, tmp_path):
+    responses = responses_of(tmp_path, [response(0, split="train")])
+    with pytest.raises(StageError, match="no usable gate rows"):
+        evaluate.run(config, candidates_of(*THREE), responses, server=server_of())
+
+
+def test_a_failed_request_is_flagged_for_all_roles_and_many_stop_the_stage(config, tmp_path):
+    rows = [response(i) for i in range(30)]
+    responses = responses_of(tmp_path, rows)
+    report = evaluate.run(config, candidates_of(*THREE), responses, server=server_of(fail={1})).manifest
+    assert report.measured["champion"]["flagged"] == {"failed": 1}
+    assert report.measured["champion"]["num_requests"] == 29
+    other = config.model_copy(update={"root": tmp_path / "other"})
+    with pytest.raises(StageError, match="HTTP 500"):
+        evaluate.run(other, candidates_of(*THREE), responses, server=server_of(fail={1, 2, 3}))
+    assert not list((tmp_path / "other" / "reports").glob("*/manifest.json"))
+
+
+def test_replies_unlike_the_champions_are_counted(config, tmp_path):
+    server = server_of()
+    inner = server._reply
+
+    def reply(request):
+        found = inner(request)
+        if server.role == "control" and request["prompt"][0] in (2, 5):
+            found.token_ids[-1] += 1
+        return found
+
+    server._reply = reply
+    measured = evaluate.run(
+        config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server
+    ).manifest.measured
+    assert {role: one["num_replies_different"] for role, one in measured.items()} == {
+        "champion": 0,
+        "challenger": 0,
+        "control": 2,
+    }
+
+
+def test_a_report_is_plain_json(config, tmp_path):
+    report = evaluate.run(
+        config, candidates_of("champion", "challenger"), responses_of(tmp_path, rows_for_ten()), server=server_of()
+    )
+    json.loads((report.folder / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
