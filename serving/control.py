@@ -160,7 +160,9 @@ class ControlEndpoint:
             await engine.resume_generation()
             pause_s = round(time.perf_counter() - paused, 4)
         if problem is not None:
-            raise Refusal(500, problem, pause_s=pause_s, workers=workers, version=(await self._status(state))["version"])
+            raise Refusal(
+                500, problem, pause_s=pause_s, workers=workers, version=(await self._status(state))["version"]
+            )
         state.slipstream_drafter_version = order["version"]
         return {
             "status": "ok",

@@ -184,7 +184,9 @@ def _check_against_target(config: Mapping[str, Any], target: Mapping[str, Any]) 
         )
     depth = target["num_hidden_layers"]
     if config.get("num_target_layers") not in (None, depth):
-        raise PreflightError("num_target_layers", f"trained on {config['num_target_layers']} layers, target has {depth}")
+        raise PreflightError(
+            "num_target_layers", f"trained on {config['num_target_layers']} layers, target has {depth}"
+        )
     ids = config["dflash_config"].get("target_layer_ids")
     if not isinstance(ids, list) or not ids or not all(_is_index(i) for i in ids):
         raise PreflightError("target_layer_ids", f"target_layer_ids is {ids!r}; expected 0-based decoder layers")
@@ -212,7 +214,9 @@ def _check_rope(config: Mapping[str, Any]) -> None:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     explicit = config.get("head_dim")
     if (explicit is None and config["hidden_size"] % heads) or (explicit is not None and not _is_count(explicit)):
-        raise PreflightError("head_dim", f"head_dim {explicit!r} with hidden size {config['hidden_size']}, {heads} heads")
+        raise PreflightError(
+            "head_dim", f"head_dim {explicit!r} with hidden size {config['hidden_size']}, {heads} heads"
+        )
     if heads % kv_heads:
         raise PreflightError("head_dim", f"{heads} heads cannot share {kv_heads} key-value heads")
 
