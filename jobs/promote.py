@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 from jobs.registry import Registry
 from jobs.session import job_main
-from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision
+from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, verify
 from pipeline.config import Config
 from pipeline.errors import StageError
 from pipeline.stages import Artifact, current, open_artifact
@@ -34,6 +34,7 @@ def run(config: Config, decision: Artifact[GateDecision], challenger: Artifact[D
     Raises: StageError with the gate's reasons when it did not let the challenger through, or when the
     verdict is about other drafters than this challenger and the present champion.
     """
+    verify(decision.folder, decision.manifest)
     report = _report_on(config, decision, challenger)
     registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
     version = registry.register(model, challenger)

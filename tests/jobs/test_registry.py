@@ -20,20 +20,6 @@ MODEL = "toy--mails"
 CURVE = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.5, "walk": 1.7}]
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
-    """An initialised MLflow database: migrations take seconds, so they run once and are copied."""
-    root = tmp_path_factory.mktemp("mlflow")
-    Registry(None, root)
-    return root / "mlflow.db"
-
-
-@pytest.fixture
-def registry(tmp_path, empty_database):
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    return Registry(None, tmp_path)
-
-
 def make_checkpoint(root: Path, name: str, *, files=("config.json", "model.safetensors")) -> Artifact:
     folder = root / "drafters" / name
     folder.mkdir(parents=True)
