@@ -49,6 +49,8 @@ class Totals:
     num_drafts: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_and_emitted: int = 0
+    """Accepted drafts that reached the clients: what a walk, which knows no token past a reply's end, counts."""
 
     @property
     def acceptance_length(self) -> float:
@@ -68,6 +70,7 @@ class Totals:
             "num_drafts": self.num_drafts,
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_accepted_and_emitted": self.num_accepted_and_emitted,
             "served_acceptance_length": self.acceptance_length if self.num_drafts else None,
             "emitted_tokens_per_step": self.emitted_tokens_per_step if self.num_drafts else None,
         }
@@ -141,7 +144,7 @@ def is_loop(token_ids: Sequence[int], *, max_repeat_share: float = MAX_REPEAT_SH
 
 def total(rows: Iterable[Mapping[str, Any]]) -> Totals:
     """The sums over rows of schemas.ACCEPTANCE, whatever their flags: the caller chooses the rows."""
-    num_requests = num_tokens = num_drafts = num_accepted = 0
+    num_requests = num_tokens = num_drafts = num_accepted = num_emitted = 0
     per_pos: Counter[int] = Counter()
     width = 0
     for row in rows:
@@ -149,9 +152,16 @@ def total(rows: Iterable[Mapping[str, Any]]) -> Totals:
         num_tokens += row["num_tokens"]
         num_drafts += row["num_drafts"]
         num_accepted += row["num_accepted_tokens"]
+        num_emitted += row["num_accepted_tokens"] - max(0, _trimmed(row) - 1)
         width = max(width, len(row["accepted_per_pos"]))
         per_pos.update(dict(enumerate(row["accepted_per_pos"])))
-    return Totals(num_requests, num_tokens, num_drafts, num_accepted, tuple(per_pos[k] for k in range(width)))
+    positions = tuple(per_pos[k] for k in range(width))
+    return Totals(num_requests, num_tokens, num_drafts, num_accepted, positions, num_emitted)
+
+
+def _trimmed(row: Mapping[str, Any]) -> int:
+    """Tokens of the last step that the client didn't get: the target's own one first, then accepted drafts."""
+    return row["num_drafts"] + row["num_accepted_tokens"] - (row["num_tokens"] - 1)
 
 
 def by_slice(rows: Iterable[Mapping[str, Any]]) -> dict[str, Totals]:

@@ -6,7 +6,7 @@ taken from an old file. What is stored are counts and row ids, never text.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline import acceptance
 from pipeline.acceptance import RequestAcceptance, count_reply
-from pipeline.artifacts import AcceptanceReport, ResponseSet, package_versions
+from pipeline.artifacts import AcceptanceReport, HiddenStateCache, ResponseSet, package_versions
 from pipeline.config import Config
 from pipeline.errors import FingerprintError, StageError
 from pipeline.schemas import ACCEPTANCE, RESPONSES
@@ -33,23 +33,26 @@ def run(
     responses: Artifact[ResponseSet],
     *,
     server: Server,
-    walks: Mapping[str, Mapping[str, Any]] | None = None,
+    walk: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+    states: Artifact[HiddenStateCache] | None = None,
     recorded: float | None = None,
 ) -> Artifact[AcceptanceReport]:
     """The served acceptance and speed of every candidate on the gate prompts of ``responses``.
 
-    ``walks`` holds, by role, the counts of the offline walk over the rows of ``gate_rows``; ``recorded`` is
-    the champion's acceptance length as it was last measured. Both are kept for the gate. Whatever happens,
-    the server is left with the champion.
+    ``walk()`` gives, by role, the counts of the offline walk over the rows of ``gate_rows`` in ``states``;
+    ``recorded`` is the champion's acceptance length as it was last measured. Both are kept for the gate.
+    Whatever happens, the server is left with the champion.
 
     Raises: FingerprintError when candidates or settings cannot be compared; StageError when there are no
     gate prompts or too many requests fail.
     """
     _require_comparable(candidates, responses)
     prompts = gate_rows(config, responses, block_size=candidates["champion"].manifest.block_size)
-    walks = {role: dict(walk) for role, walk in (walks or {}).items()}
+    parents = {role: candidate.id for role, candidate in candidates.items()} | {"responses": responses.id}
+    parents |= {"states": states.id} if states else {}
 
     def build(folder: Path, derivation: str) -> AcceptanceReport:
+        walks = {role: dict(counts) for role, counts in walk().items()}
         sittings = alternate(
             candidates,
             prompts,
@@ -64,8 +67,9 @@ def run(
             prompts=prompts,
             sittings=sittings,
             settings=_common_settings(config, candidates, responses, prompts, sittings),
-            extras={"walks": walks, "recorded": recorded},
-            parents={role: a.id for role, a in candidates.items()} | {"responses": responses.id},
+            walks=walks,
+            recorded=recorded,
+            parents=parents,
             config=config,
         )
 
@@ -74,13 +78,11 @@ def run(
         AcceptanceReport,
         stage="evaluate",
         version=STAGE_VERSION,
-        parents={role: a.id for role, a in candidates.items()} | {"responses": responses.id},
+        parents=parents,
         meaning={
             **config.evaluate.model_dump(mode="json", exclude={"server_url"}),
             "dtype": config.target.dtype,
             "max_model_len": config.target.max_model_len,
-            "walks": walks,
-            "recorded": recorded,
         },
         build=build,
     )
@@ -190,7 +192,8 @@ def _report(
     prompts: Sequence[Mapping[str, Any]],
     sittings: Mapping[tuple[int, str], Sitting],
     settings: dict[str, Any],
-    extras: Mapping[str, Any],
+    walks: Mapping[str, Any],
+    recorded: float | None,
     parents: dict[str, str],
     config: Config,
 ) -> AcceptanceReport:
@@ -200,12 +203,12 @@ def _report(
     if failed > _MAX_FAILED_SHARE * len(rows):
         errors = sorted({r.error for s in sittings.values() for r in s.replies if r.error})
         raise StageError(f"evaluate: {failed} of {len(rows)} requests failed ({errors[:3]}); see the server's log")
-    measured = _measured(rows, sittings, walks=extras["walks"], settings=settings)
+    measured = _measured(rows, sittings, walks=walks, settings=settings)
     for role, replies in ids.items():
         shared = replies.keys() & ids["champion"].keys()
         measured[role]["num_replies_different"] = sum(replies[r] != ids["champion"][r] for r in shared)
-    if extras["recorded"] is not None:
-        measured["champion"]["recorded_acceptance_length"] = extras["recorded"]
+    if recorded is not None:
+        measured["champion"]["recorded_acceptance_length"] = recorded
     writer = PartWriter(folder)
     table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
     writer.commit(0, {"acceptance.parquet": (table.num_rows, write_table(table))})

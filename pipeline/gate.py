@@ -28,6 +28,7 @@ from pipeline.config import Config, GateConfig
 from pipeline.evaluate import require_same_settings
 from pipeline.schemas import ACCEPTANCE
 from pipeline.shards import read_tables
+from pipeline.sittings import ROLES
 from pipeline.stages import Artifact, complete
 
 STAGE_VERSION = 1
@@ -264,10 +265,13 @@ def _walks(config: GateConfig, measured: Mapping[str, Any]) -> list[Reason]:
 
 
 def walk_gap(one: Mapping[str, Any]) -> float | None:
-    """Relative difference of accepted drafts a step, served against walked; None without a walk."""
+    """Relative difference of accepted drafts a step, served against walked; None without a walk.
+
+    Both are counted to the end of the replies: a walk can't know what would have been accepted after it.
+    """
     if not (walk := one.get("walk")):
         return None
-    served = accepted_drafts_per_step(one["num_drafts"], one["num_accepted_tokens"])
+    served = accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"])
     walked = accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"])
     if served == walked:
         return 0.0
@@ -297,7 +301,7 @@ def _curves(root: Path, report: AcceptanceReport) -> dict[str, list[dict[str, fl
     """Role → training curve, for the candidates that were trained under this root."""
     curves = {}
     for role, derivation in report.parents.items():
-        if role == "responses":
+        if role not in ROLES:
             continue
         found = find(artifact_dir(root, DrafterCheckpoint, derivation), DrafterCheckpoint)
         if found is not None and found.curve:

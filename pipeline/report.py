@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.acceptance import acceptance_length, accepted_drafts_per_step
+from pipeline.acceptance import accepted_drafts_per_step
 from pipeline.artifacts import AcceptanceReport
 from pipeline.bootstrap import Interval
 from pipeline.gate import Verdict, walk_gap
@@ -189,8 +189,8 @@ def _walk_row(role: str, one: Mapping[str, Any]) -> dict[str, Any]:
     walk = one["walk"]
     return {
         "role": role,
-        "walked": acceptance_length(walk["num_drafts"], walk["num_accepted_tokens"]),
-        "served": one["served_acceptance_length"],
+        "walked": accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"]),
+        "served": accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"]),
         "gap": walk_gap(one),
     }
 

@@ -55,6 +55,14 @@ def test_a_length_that_the_steps_cannot_give_is_flagged(per_step, num_tokens, fl
     assert count_reply(metrics(per_step, num_draft_tokens=3), range(num_tokens)).flag == flag
 
 
+@pytest.mark.parametrize(("num_tokens", "emitted"), [(9, 6), (8, 6), (7, 5), (6, 4)])
+def test_accepted_drafts_past_the_end_did_not_reach_the_client(num_tokens, emitted):
+    # Two steps of 3 accepted drafts and one more token each: the last token to go is the target's own.
+    counted = count_reply(metrics([3, 3], num_draft_tokens=3), range(num_tokens))
+    assert total([row(counted)]).num_accepted_tokens == 6
+    assert total([row(counted)]).num_accepted_and_emitted == emitted
+
+
 def test_counts_that_contradict_each_other_are_flagged():
     wrong = metrics([1, 2], num_draft_tokens=3) | {"num_accepted_draft_tokens": 4}
     assert count_reply(wrong, range(6)).flag == "counts_disagree"

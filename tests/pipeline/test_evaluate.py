@@ -166,7 +166,7 @@ def test_what_was_measured_is_the_count_of_what_was_answered(config, tmp_path):
     responses = responses_of(tmp_path, rows_for_ten())
     walk = {"num_drafts": 100, "num_accepted_tokens": 90, "num_accepted_tokens_per_pos": [60, 20, 10]}
     report = evaluate.run(
-        config, candidates_of(*THREE), responses, server=server_of(), walks={"control": walk}, recorded=2.1
+        config, candidates_of(*THREE), responses, server=server_of(), walk=lambda: {"control": walk}, recorded=2.1
     ).manifest
     # Budget 25: champion 12 steps of 2 tokens, challenger 6 of 4, control 8 of 3; all emit 25.
     expected = {"champion": (12, 1), "challenger": (6, 3), "control": (8, 2)}

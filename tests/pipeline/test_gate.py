@@ -59,6 +59,7 @@ def measured_of(rows, *, walk=1.0, **of_role):
             "num_drafts": drafts,
             "num_accepted_tokens": accepted,
             "num_accepted_tokens_per_pos": [accepted, 0, 0, 0],
+            "num_accepted_and_emitted": accepted,
             "served_acceptance_length": 1 + accepted / drafts if drafts else None,
             "emitted_tokens_per_step": None,
             "tokens_per_s": 100.0,

@@ -37,6 +37,7 @@ def one(length, speed):
         "num_drafts": 5000,
         "num_accepted_tokens": 2500,
         "num_accepted_tokens_per_pos": [1700, 800],
+        "num_accepted_and_emitted": 2450,
         "served_acceptance_length": length,
         "emitted_tokens_per_step": length - 0.02,
         "tokens_per_s": speed,
@@ -89,8 +90,8 @@ def test_the_page_says_what_was_decided_and_measured():
         assert figure in text
     for lineage in ("feedc0de00000001", "aaaa", "bbbb", "cccc", "bfloat16"):
         assert lineage in text
-    assert "0.510" not in text  # lengths are shown as lengths: the walk's is 1.510
-    assert "1.510" in text
+    # 2550 and 2450 accepted drafts in 5000 steps.
+    assert "0.510" in text and "0.490" in text and "3.9%" in text
 
 
 def test_what_failed_is_in_sight_and_what_passed_is_folded():
@@ -116,6 +117,7 @@ def test_what_was_not_measured_is_a_dash_and_not_a_number():
         "emitted_tokens_per_step": None,
         "num_drafts": 0,
         "num_accepted_tokens": 0,
+        "num_accepted_and_emitted": 0,
         "num_accepted_tokens_per_pos": [],
         "walk": None,
         "slices": {},

@@ -1,0 +1,150 @@
+"""Evaluate: champion, challenger and control on the gate prompts → AcceptanceReport → GateDecision.
+
+python jobs/evaluate.py --config slipstream.toml
+ray job submit --working-dir . -- python jobs/evaluate.py --config slipstream.toml
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import ray
+
+from jobs.session import job_main, start_logging
+from pipeline import evaluate, gate, stages
+from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, HiddenStateCache, ResponseSet
+from pipeline.config import Config
+from pipeline.errors import SlipstreamError, StageError
+from pipeline.sittings import ROLES, Candidates
+from pipeline.stages import Artifact
+
+logger = logging.getLogger("slipstream")
+
+
+def run(
+    config: Config,
+    candidates: Candidates | None = None,
+    responses: Artifact[ResponseSet] | None = None,
+    *,
+    states: Artifact[HiddenStateCache] | None = None,
+    recorded: float | None = None,
+) -> tuple[Artifact[AcceptanceReport], Artifact[GateDecision]]:
+    """The report and the verdict on these candidates (the current ones by default).
+
+    Each candidate is also walked over the gate rows of ``states`` (the current ones by default).
+    ``recorded`` is the champion's served acceptance length when it was last measured; by default what
+    the current report found for it as the challenger.
+    """
+    candidates = candidates or _current_candidates(config)
+    responses = responses or stages.current(config.root, "responses", ResponseSet)
+    states = states or stages.current(config.root, "states", HiddenStateCache)
+    if recorded is None:
+        recorded = _recorded(config, candidates["champion"])
+    report = _remote(_serve, config, dict(candidates), responses, states, recorded)
+    return report, gate.run(config, report)
+
+
+def walk_gate_rows(
+    config: Config, candidates: Candidates, responses: Artifact[ResponseSet], states: Artifact[HiddenStateCache]
+) -> dict[str, dict[str, Any]]:
+    """Role → counts of the walk over the rows, and up to the budgets, that are served. Empty without such states."""
+    from dataclasses import replace
+
+    from drafter.checkpoint import load_drafter
+    from drafter.dataset import read_rows
+    from drafter.frozen import read_frozen
+    from drafter.walk import walk
+
+    block_size = candidates["champion"].manifest.block_size
+    budgets = {r["row_id"]: r["num_tokens"] for r in evaluate.gate_rows(config, responses, block_size=block_size)}
+    rows = []
+    for row in read_rows(states, "gate"):
+        if row.row_id in budgets:
+            end = min(row.num_tokens, row.num_prompt_tokens + budgets[row.row_id])
+            rows.append(replace(row, ids=row.ids[:end], states=row.states[: end - 1]))
+    if not rows:
+        return {}
+    frozen = read_frozen(config.target.model)
+    walks = {}
+    for role, candidate in candidates.items():
+        counts, _ = walk(load_drafter(candidate.folder)[0], frozen, rows)
+        walks[role] = counts.as_dict()
+        logger.info("evaluate: walk of the %s over %d gate rows: %.3f", role, len(rows), counts.acceptance_length)
+    return walks
+
+
+def _serve(
+    config: Config,
+    candidates: Candidates,
+    responses: Artifact[ResponseSet],
+    states: Artifact[HiddenStateCache],
+    recorded: float | None,
+) -> Artifact[AcceptanceReport]:
+    from jobs.served import ServedDrafters
+
+    def walk() -> dict[str, dict[str, Any]]:
+        return walk_gate_rows(config, candidates, responses, states)
+
+    with ServedDrafters(config, folders=[candidate.folder for candidate in candidates.values()]) as server:
+        return evaluate.run(config, candidates, responses, server=server, walk=walk, states=states, recorded=recorded)
+
+
+def _remote(work: Any, *arguments: Any) -> Any:
+    """The result of ``work(*arguments)`` in a Ray task, where its engine or its tensors live and die.
+
+    Raises: the work's own SlipstreamError.
+    """
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
+    try:
+        return ray.get(_logged.options(num_gpus=gpus).remote(work, arguments))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, SlipstreamError):
+            raise error.cause
+        raise StageError(f"evaluate: {type(error.cause).__name__}: {error.cause}")
+
+
+@ray.remote(num_cpus=1, max_retries=0)
+def _logged(work: Any, arguments: tuple[Any, ...]) -> Any:
+    import torch
+
+    # Ray gives a worker one thread a CPU it asked for; the walk is alone on this machine.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    start_logging()
+    return work(*arguments)
+
+
+def _current_candidates(config: Config) -> dict[str, Artifact[DrafterCheckpoint]]:
+    names = config.root / "current.json"
+    known = json.loads(names.read_text()) if names.exists() else {}
+    roles = [role for role in ROLES if role in known or role != "control"]
+    return {role: stages.current(config.root, role, DrafterCheckpoint) for role in roles}
+
+
+def _recorded(config: Config, champion: Artifact[DrafterCheckpoint]) -> float | None:
+    """What the drafter that is champion now was measured at when it was the challenger; None where that is unknown."""
+    try:
+        last = stages.current(config.root, "report", AcceptanceReport).manifest
+    except StageError:
+        return None
+    if last.parents["challenger"] != champion.id:
+        return None
+    return last.measured["challenger"]["served_acceptance_length"]
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Run the stage, remember its results as ``report`` and ``decision``, and say where the page is."""
+    report, decision = run(config)
+    stages.set_current(config.root, "report", report)
+    stages.set_current(config.root, "decision", decision)
+    print(f"{decision.manifest.decision}: {decision.folder / 'report.html'}")
+
+
+if __name__ == "__main__":
+    job_main(__doc__, main)
