@@ -1,0 +1,20 @@
+"""Settings that must be in place before torch and vLLM are imported, and `import tiny` for every test."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+ENGINE = {
+    # One thread: toys gain nothing from more, and threads that spin for each other cost ten times on busy cores.
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+for name, value in ENGINE.items():
+    os.environ.setdefault(name, value)
