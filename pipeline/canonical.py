@@ -1,0 +1,187 @@
+"""One served request, whatever log it came from, as the one form that every later stage reads."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+class Rejected(Exception):
+    """A record that cannot become a prompt; the message is the reason, counted and never quoting text."""
+
+
+@dataclass(frozen=True)
+class CanonicalRequest:
+    """What the target saw and how its answer was drawn. Nested values are canonical JSON strings."""
+
+    messages: str
+    tools: str | None
+    template_args: str
+    temperature: float
+    top_p: float
+    max_tokens: int | None
+    slice: str
+    subject: str
+    """Who or what conversation it belongs to: decides the split, so all turns of one share it."""
+
+    @property
+    def prompt(self) -> str:
+        """What makes two requests the same prompt: everything that the chat template renders."""
+        return canonical_json([self.messages, self.tools, self.template_args])
+
+
+# How proxies mark what they cut: "... (truncated 800 chars) ...", "[base64 image/png truncated]", "...[truncated]".
+_TRUNCATED = re.compile(
+    r"(?:\.\.\.|…)\s*[(\[](?:\w*truncated\w*)(?: skipped)? [\d,]+ (?:chars|characters|bytes)\b[^)\]]{0,200}[)\]]"
+    r"|\[base64\b[^\]\n]{0,200}\btruncated\b[^\]\n]{0,80}\]"
+    r"|(?:\.\.\.|…)\s*[(\[<]truncated[)\]>]\s*$",
+    re.IGNORECASE,
+)
+_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces. Raises: ValueError for NaN and infinities."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def canonical_request(body: dict[str, Any]) -> CanonicalRequest:
+    """The canonical form of a tap record, an OpenAI-style log record or a line of a prompt file.
+
+    Sampling settings are read from ``params`` where there is one, else from the record itself. The logged
+    reply is never read: the target answers again.
+
+    Raises: Rejected with the reason.
+    """
+    params = body["params"] if isinstance(body.get("params"), dict) else body
+    _require_supported(body, params)
+    messages = _messages(body)
+    try:
+        request = CanonicalRequest(
+            messages=canonical_json(messages),
+            tools=_tools(body.get("tools", params.get("tools"))),
+            template_args=canonical_json(_template_args(params)),
+            temperature=_number(params, "temperature", default=1.0, low=0.0),
+            top_p=_number(params, "top_p", default=1.0, low=0.0),
+            max_tokens=_max_tokens(params),
+            slice=str(body.get("slice") or body.get("route") or "default"),
+            subject=_subject(body, messages),
+        )
+        (request.prompt + request.slice + request.subject).encode()
+    except UnicodeEncodeError:
+        raise Rejected("not_unicode")
+    except ValueError:
+        raise Rejected("not_canonical_json")
+    if body.get("truncated") is True or any(map(_TRUNCATED.search, _texts(messages))):
+        raise Rejected("truncated_at_source")
+    return request
+
+
+def _require_supported(body: dict[str, Any], params: dict[str, Any]) -> None:
+    """Raises: Rejected for what the target could not be asked again in the same way."""
+    route = str(body.get("route") or "")
+    if "messages" not in body and route.endswith("/completions") and "chat" not in route:
+        raise Rejected("unsupported_raw_prompt")
+    if params.get("n") not in (None, 1):
+        raise Rejected("unsupported_n")
+    if params.get("logit_bias"):
+        raise Rejected("unsupported_logit_bias")
+    if any(params.get(name) for name in _STRUCTURED) or _is_structured(params.get("response_format")):
+        raise Rejected("unsupported_structured_output")
+    if params.get("chat_template") or params.get("continue_final_message"):
+        raise Rejected("unsupported_chat_template")
+
+
+def _is_structured(response_format: Any) -> bool:
+    return bool(response_format) and not (isinstance(response_format, dict) and response_format.get("type") == "text")
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns up to the last one that asks for an answer: a user's, or a tool's result."""
+    messages = body.get("messages")
+    if messages is None and isinstance(body.get("prompt"), str):
+        messages = [{"role": "user", "content": body["prompt"]}]
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
+        raise Rejected("malformed_messages")
+    asks = [i for i, message in enumerate(messages) if message["role"] in ("user", "tool")]
+    if not any(message["role"] == "user" for message in messages):
+        raise Rejected("no_user_turn")
+    return [_message(message) for message in messages[: asks[-1] + 1]]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """The turn without null fields; an assistant's missing content is empty text, never the word None."""
+    turn = {
+        key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and value == [])
+    }
+    if "content" not in turn and turn["role"] == "assistant":
+        turn["content"] = ""
+    content = turn.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) for part in content):
+            raise Rejected("malformed_messages")
+        if any(part.get("type", "text") != "text" for part in content):
+            raise Rejected("unsupported_content")
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise Rejected("malformed_messages")
+    elif not isinstance(content, str):
+        raise Rejected("malformed_messages")
+    if not isinstance(turn.get("tool_calls", []), list):
+        raise Rejected("malformed_messages")
+    return turn
+
+
+def _tools(tools: Any) -> str | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise Rejected("malformed_tools")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Rejected("malformed_tools")
+    return canonical_json(tools)
+
+
+def _template_args(params: dict[str, Any]) -> dict[str, Any]:
+    arguments = params.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise Rejected("malformed_template_args")
+    return arguments
+
+
+def _number(params: dict[str, Any], name: str, *, default: float, low: float) -> float:
+    value = params.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < float("inf"):
+        raise Rejected(f"malformed_{name}")
+    return float(value)
+
+
+def _max_tokens(params: dict[str, Any]) -> int | None:
+    """The request's own limit, or None where it set none."""
+    value = params.get("max_completion_tokens") or params.get("max_tokens")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise Rejected("malformed_max_tokens")
+    return value
+
+
+def _subject(body: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+    """The recorded subject, else the conversation, else how the conversation began, which its later turns repeat."""
+    for name in ("subject", "conversation", "conversation_id"):
+        if body.get(name):
+            return f"{name}:{body[name]}"
+    first_user = next(i for i, message in enumerate(messages) if message["role"] == "user")
+    return f"opening:{canonical_json(messages[: first_user + 1])}"
+
+
+def _texts(messages: list[dict[str, Any]]) -> list[str]:
+    contents = [message["content"] for message in messages]
+    parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
+    return [content for content in contents if isinstance(content, str)] + parts
