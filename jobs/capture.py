@@ -55,7 +55,7 @@ def layers_to_capture(config: Config) -> tuple[int, ...]:
     if configured and configured != layers:
         raise ConfigError(
             f"drafter.target_layer_ids = {list(configured)}, but the champion in {champion.folder} reads "
-            f"{list(layers)}; states of other layers would be of no use to it. Drop the setting, or train a new champion"
+            f"{list(layers)}; states of other layers are of no use to it. Drop the setting, or train a new champion"
         )
     return layers
 

@@ -37,6 +37,7 @@ class EnginePool:
         self._config = config
         self._layer_ids = tuple(target_layer_ids)
         self._actors: list[Any] = []
+        self._infos: list[Any] = []
         self.restarts = 0
         """Engines that died and were started again."""
 
@@ -99,17 +100,23 @@ class EnginePool:
             idle.append(engine)
 
     def _start(self) -> None:
+        """Begin to load the engines; calls wait for them, and the caller's own preparations go on meanwhile."""
         if self._actors:
             return
         count = self._config.regenerate.num_engines
         logger.info("engines: starting %d for %s", count, self._config.target.model.name)
         self._actors = [self._actor() for _ in range(count)]
+        self._infos = [actor.info.remote() for actor in self._actors]
+
+    def _require_started(self, engine: int) -> None:
+        """Raises: StageError when this engine never came up: another try would end the same way."""
+        if self.restarts:
+            return
         try:
-            infos = ray.get([actor.info.remote() for actor in self._actors])
+            ray.get(self._infos[engine])
         except ray.exceptions.RayError as error:
             self.close()
             raise StageError(f"an engine for {self._config.target.model} could not start: {_last_line(error)}")
-        logger.info("engines: ready, loaded in %.1f s", max(info.load_seconds for info in infos))
 
     def _actor(self) -> Any:
         has_gpu = ray.cluster_resources().get("GPU", 0) > 0
@@ -129,6 +136,7 @@ class EnginePool:
         """Put a new engine in a failed one's place. Raises: the engine's own SlipstreamError, or StageError."""
         if isinstance(cause := getattr(error, "cause", None), SlipstreamError):
             raise cause
+        self._require_started(engine)
         if tries >= MAX_TRIES:
             raise StageError(
                 f"batch {batch} failed on {tries} engines in a row, last with: {_last_line(error)}. Committed parts "
