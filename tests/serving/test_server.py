@@ -1,0 +1,181 @@
+"""One real server: swapped under load, tapped, deployed to and rolled back through its HTTP routes alone."""
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_drafter, tiny_target
+
+from serving.deploy import Replica, roll_out, run_probe, status, swap_replica
+from serving.errors import DeployError, LaunchError
+from serving.launch import VllmServer
+from serving.load import drive_sync
+from serving.preflight import sha256_file
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+from swap_figure import Version, measure_swaps, prompts
+
+TOKEN = "test token"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    root = tmp_path_factory.mktemp("server")
+    target = tiny_target(root / "target")
+    folders = {
+        "1": tiny_drafter(root / "versions" / "1", target, seed=1),
+        "2": tiny_drafter(root / "versions" / "2", target, seed=2, proposes=433),
+    }
+    server = VllmServer(
+        model=target,
+        drafter=folders["1"],
+        version="1",
+        port=free_port(),
+        log=root / "server.log",
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        token=TOKEN,
+        drafter_roots=[root / "versions"],
+        tap_dir=root / "traffic",
+        tap_consent="header:X-Consent=yes",
+        tap_subject_header="X-Subject",
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    with server:
+        print(f"\nserver start {server.start_s} s")
+        yield SimpleNamespace(server=server, url=server.base_url, root=root, folders=folders, target=target)
+
+
+def order(fleet, version, expected, **changes):
+    folder = fleet.folders[version]
+    sha256 = sha256_file(folder / "model.safetensors")
+    probe = prompts("target", count=2, max_tokens=16)
+    return {
+        "folder": folder,
+        "version": version,
+        "sha256": sha256,
+        "expected_version": expected,
+        "probe": probe,
+    } | changes
+
+
+def test_swaps_under_load_fail_no_request_and_change_no_output(fleet):
+    versions = [Version(name, fleet.folders[name]) for name in ("1", "2")]
+    figures = measure_swaps(fleet.server, versions, prompts("target"), clients=4, swaps=2)
+    print(json.dumps(figures))
+    assert (figures["failed_requests"], figures["changed_outputs"]) == (0, 0)
+    assert len(figures["pause_s"]) == 2 and max(figures["pause_s"]) <= 1.5
+    assert figures["num_replies"] >= 32
+    before, during, after = figures["acceptance_length"]
+    assert during > before == after
+    assert status(fleet.url, TOKEN)["version"] == "1"
+
+
+def test_a_verified_swap_reports_what_changed_and_goes_back(fleet):
+    there = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1"))
+    back = swap_replica(fleet.url, TOKEN, **order(fleet, "1", "2"))
+    assert (there.changed_outputs, back.changed_outputs) == (0, 0)
+    assert there.live_fingerprint != there.previous_live_fingerprint == back.live_fingerprint
+    assert there.after.acceptance_length > there.before.acceptance_length
+    assert there.prefix_cache_reset, "an idle server holds no blocks"
+
+
+def test_refusals_say_why_and_leave_the_old_version(fleet, tmp_path):
+    before = status(fleet.url, TOKEN)
+    for changes, reason in (
+        ({"expected_version": "2"}, "version 1 serves, the caller expected 2"),
+        ({"folder": tmp_path}, "not under an allowed folder"),
+        ({"sha256": "0" * 64}, "sha256"),
+    ):
+        with pytest.raises(DeployError, match=reason):
+            swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1", **changes))
+    with pytest.raises(DeployError, match="token"):
+        status(fleet.url, "another token")
+    assert status(fleet.url, TOKEN) == before
+
+
+def test_a_version_that_fails_its_probe_is_put_back(fleet, monkeypatch):
+    import serving.deploy as deploy
+
+    monkeypatch.setattr(deploy, "_problem", lambda *_: "the probe prompts ran without one draft")
+    with pytest.raises(DeployError, match="without one draft; version 1 serves there again"):
+        swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1"))
+    assert status(fleet.url, TOKEN)["version"] == "1"
+
+
+def test_a_rollout_that_fails_on_one_replica_puts_the_others_back(fleet):
+    nobody = Replica(f"http://127.0.0.1:{free_port()}", TOKEN)
+    with pytest.raises(DeployError, match="not reachable") as caught:
+        roll_out([Replica(fleet.url, TOKEN), nobody], **order(fleet, "2", "1"))
+    assert "version 1 serves there again" in str(caught.value)
+    assert status(fleet.url, TOKEN)["version"] == "1"
+
+
+def test_a_rollout_swaps_every_replica(fleet):
+    (outcome,) = roll_out([Replica(fleet.url, TOKEN)], **order(fleet, "2", "1"))
+    assert json.loads(json.dumps(outcome.as_dict()))["version"] == "2"
+    roll_out([Replica(fleet.url, TOKEN)], **order(fleet, "1", "2"))
+
+
+def test_replies_carry_exact_ids_and_the_engines_counts_streamed_or_whole(fleet):
+    (request,) = prompts("target", count=1, max_tokens=12)
+    streamed = request | {"stream": True, "stream_options": {"include_usage": True}}
+    whole, events = drive_sync(fleet.url, [request, streamed], concurrency=1)
+    assert whole.ok and events.ok, (whole.error, events.error)
+    assert whole.token_ids == events.token_ids and len(whole.token_ids) == 12
+    assert whole.prompt_token_ids == events.prompt_token_ids
+    assert whole.text == events.text
+    assert whole.spec["num_spec_steps"] == events.spec["num_spec_steps"] > 0
+    assert events.ttft_s < events.latency_s and whole.ttft_s is None
+    (failed,) = drive_sync(fleet.url, [request | {"max_tokens": -1}], concurrency=1)
+    assert (failed.ok, failed.status) == (False, 400)
+
+
+def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
+    request, other = prompts("target", count=2, max_tokens=8)
+    consent = {"X-Consent": "yes", "X-Subject": "anna"}
+    streamed = request | {"stream": True}
+    replies = drive_sync(fleet.url, [request, streamed, other], concurrency=1, headers=[consent, consent, {}])
+    assert all(reply.ok for reply in replies)
+    (log,) = (fleet.root / "traffic").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == 2, "the first test's load and the third request carried no consent"
+    assert {line["subject"] for line in lines} == {"anna"}
+    assert [line["response"]["text"] for line in lines] == [replies[0].text, replies[1].text]
+    assert lines[0]["response"]["choices"][0]["token_ids"] == replies[0].token_ids
+    assert lines[0]["drafter_version"] == "1"
+
+
+def test_the_probe_prompts_tokens_are_those_of_any_client(fleet):
+    requests = prompts("target", count=2, max_tokens=16)
+    probe = run_probe(fleet.url, requests)
+    assert [list(ids) for ids in probe.token_ids] == [
+        r.token_ids for r in drive_sync(fleet.url, requests, concurrency=1)
+    ]
+
+
+def test_a_server_that_cannot_start_says_why(fleet, tmp_path):
+    broken = shutil.copytree(fleet.folders["1"], tmp_path / "drafter")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config))
+    server = VllmServer(
+        model=tmp_path / "no-target",
+        drafter=broken,
+        port=free_port(),
+        log=tmp_path / "log",
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    with pytest.raises(LaunchError, match="before it was healthy"):
+        server.start()
+    assert server.pid is None

@@ -1,0 +1,217 @@
+"""The swap in a real engine: greedy tokens stay, acceptance and live weights change, failures leave the old one."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_drafter, tiny_target
+
+from serving.preflight import sha256_file
+
+FREQUENT = 433  # what this target says most
+PROMPTS = [[0, 5, 20 + i, 30 + i, 40] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    root = tmp_path_factory.mktemp("engine")
+    target = tiny_target(root / "target")
+    first = tiny_drafter(root / "v1", target, seed=1)
+    second = tiny_drafter(root / "v2", target, proposes=FREQUENT, seed=2)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SLIPSTREAM_DRAFTER_VERSION", "1")
+    llm = LLM(
+        str(target),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        enforce_eager=True,
+        disable_log_stats=False,
+        skip_tokenizer_init=True,
+        speculative_config={"method": "dflash", "model": str(first), "num_speculative_tokens": 3},
+        worker_extension_cls="serving.engine.swap.DrafterSwap",
+    )
+    yield SimpleNamespace(llm=llm, root=root, folders={"1": first, "2": second})
+    patch.undo()
+    del llm
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def serving_1(engine):
+    """Version 1 serves before and after the test."""
+    yield engine
+    if (now := status(engine)["version"]) != "1":
+        assert swap(engine, "1", expected=now)["status"] == "ok"
+
+
+def status(engine):
+    (reply,) = engine.llm.collective_rpc("slipstream_status")
+    return reply
+
+
+def swap(engine, version, *, expected, folder=None, sha256=None):
+    folder = folder or engine.folders[version]
+    sha256 = sha256 or sha256_file(folder / "model.safetensors")
+    (reply,) = engine.llm.collective_rpc("slipstream_swap", args=(str(folder), version, sha256, expected))
+    return reply
+
+
+def generate(engine):
+    """Greedy tokens of the prompts, and how many drafts of how many steps were accepted."""
+    from vllm import SamplingParams
+
+    def counts():
+        metrics = {
+            m.name: m.value for m in engine.llm.get_metrics() if m.name.startswith("vllm:spec") and "pos" not in m.name
+        }
+        return metrics["vllm:spec_decode_num_drafts"], metrics["vllm:spec_decode_num_accepted_tokens"]
+
+    steps, accepted = counts()
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    outputs = engine.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    after = counts()
+    return [list(o.outputs[0].token_ids) for o in outputs], after[0] - steps, after[1] - accepted
+
+
+def test_a_swap_there_and_back_changes_acceptance_and_weights_but_no_greedy_token(serving_1):
+    before, first_status = generate(serving_1), status(serving_1)
+    there = swap(serving_1, "2", expected="1")
+    during = generate(serving_1)
+    back = swap(serving_1, "1", expected="2")
+    after = generate(serving_1)
+    assert (there["status"], there["previous"], there["version"]) == ("ok", "1", "2")
+    assert (back["status"], back["version"]) == ("ok", "1")
+    assert before[0] == during[0] == after[0]
+    assert during[2] > before[2] + 10, "a drafter that proposes the frequent token must be accepted more often"
+    assert after[1:] == before[1:], "version 1 drafts as it did"
+    assert there["live_fingerprint"] != first_status["live_fingerprint"] == back["live_fingerprint"]
+
+
+def test_a_loaded_version_drafts_as_a_fresh_engine_would(serving_1):
+    # Every slot of this drafter proposes one token by construction, so its acceptance is known from the tokens:
+    # at each step the run of that token after the anchor, three at most.
+    swap(serving_1, "2", expected="1")
+    tokens, steps, accepted = generate(serving_1)
+    want_steps = want_accepted = 0
+    for reply in tokens:
+        position = 1  # the first token is the prefill's
+        while position < len(reply):
+            run = 0
+            while run < 3 and position + run < len(reply) and reply[position + run] == FREQUENT:
+                run += 1
+            want_steps, want_accepted, position = want_steps + 1, want_accepted + run, position + run + 1
+    assert abs(steps - want_steps) <= len(PROMPTS)  # the engine may run one step past the limit
+    assert abs(accepted - want_accepted) <= 3 * len(PROMPTS)
+    assert want_accepted > 10
+
+
+@pytest.mark.parametrize("bad", ["stale version", "other hash", "broken weights", "other config"])
+def test_a_refused_swap_leaves_the_old_drafter_serving(serving_1, bad, tmp_path):
+    before = status(serving_1)
+    folder = shutil.copytree(serving_1.folders["2"], tmp_path / "v2")
+    settings = {"folder": folder, "expected": "1"}
+    if bad == "stale version":
+        settings["expected"] = "7"
+    elif bad == "other hash":
+        settings["sha256"] = "0" * 64
+    elif bad == "broken weights":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["norm.weight"][3] = float("nan")
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
+    reply = swap(serving_1, "2", **settings)
+    assert reply["status"] == "refused" and reply["reason"]
+    assert status(serving_1) == before
+
+
+@pytest.mark.parametrize("when", ["load", "verify"])
+def test_a_swap_that_fails_midway_puts_everything_back(serving_1, when, monkeypatch):
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    import serving.engine.swap as swap_module
+
+    before, tokens = status(serving_1), generate(serving_1)
+    if when == "load":
+
+        def load_half(self, target):
+            self.model = None
+            raise RuntimeError("the disk went away")
+
+        monkeypatch.setattr(DFlashProposer, "load_model", load_half)
+    else:
+        monkeypatch.setattr(swap_module, "mismatches", lambda *_: ["fc is off by 1"])
+    reply = swap(serving_1, "2", expected="1")
+    monkeypatch.undo()
+    assert reply["status"] == "failed" and "version 1 is back" in reply["reason"]
+    assert status(serving_1) == before
+    assert generate(serving_1) == tokens
+
+
+def test_a_load_that_keeps_the_old_weights_is_noticed(serving_1, monkeypatch):
+    # vllm-project/vllm PR 46725: the update says success and the drafter keeps its weights.
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    load = DFlashProposer.load_model
+
+    def load_the_old_one(self, target):
+        self.speculative_config.draft_model_config.model = str(serving_1.folders["1"])
+        load(self, target)
+
+    monkeypatch.setattr(DFlashProposer, "load_model", load_the_old_one)
+    reply = swap(serving_1, "2", expected="1")
+    assert reply["status"] == "failed" and "live weights are not the file's" in reply["reason"]
+    assert status(serving_1)["version"] == "1"
+
+
+def test_a_stale_fused_buffer_is_noticed(serving_1, monkeypatch):
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    load = DFlashProposer.load_model
+
+    def keep_old_fused_weights(self, target):
+        old = self.model.model._fused_kv_weight
+        load(self, target)
+        self.model.model._fused_kv_weight = old
+
+    monkeypatch.setattr(DFlashProposer, "load_model", keep_old_fused_weights)
+    reply = swap(serving_1, "2", expected="1")
+    assert reply["status"] == "failed" and "fused_kv_weight" in reply["reason"]
+
+
+def test_the_live_values_are_the_files_tensors(serving_1):
+    from serving.engine.live_weights import live_values, mismatches
+
+    proposer = serving_1.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    file = load_file(serving_1.folders["1"] / "model.safetensors")
+    live = dict(live_values(proposer.model))
+    gate_up = torch.cat([file["layers.1.mlp.gate_proj.weight"], file["layers.1.mlp.up_proj.weight"]])
+    assert torch.equal(live["layers.1.gate_up_proj"], gate_up.T)
+    assert torch.equal(live["layers.0.o_proj"], file["layers.0.self_attn.o_proj.weight"].T)
+    assert mismatches(proposer.model, serving_1.folders["1"] / "model.safetensors") == []
+    assert len(mismatches(proposer.model, serving_1.folders["2"] / "model.safetensors")) > 5
+
+
+def test_one_swap_runs_at_a_time(serving_1):
+    import serving.engine.swap as swap_module
+
+    with swap_module._one_at_a_time:
+        reply = swap(serving_1, "2", expected="1")
+    assert reply["status"] == "refused" and "another swap" in reply["reason"]
+
+
+def test_an_engine_that_compiles_is_refused_by_name(serving_1):
+    config = serving_1.llm.llm_engine.vllm_config.model_config
+    config.enforce_eager = False
+    try:
+        reply = swap(serving_1, "2", expected="1")
+    finally:
+        config.enforce_eager = True
+    assert reply["status"] == "refused" and "restart" in reply["reason"] and "CUDA graphs" in reply["reason"]
