@@ -1,0 +1,47 @@
+# make demo     set-up, then the whole loop on this machine
+# make test     set-up, then the tests
+# make install  set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
+#
+# PYTHON=python3.11            which interpreter makes .venv
+# TORCH_INDEX_URL=URL          an extra index with torch's +cpu wheels, where pip's own finds none; CPU variant only
+SHELL := /bin/bash
+VARIANT ?= cpu
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(VARIANT)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EMPTY := $(wildcard packaging/empty/*/pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test bench lint clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+install: $(STAMP)
+
+demo: install
+	$(BIN)/slipstream demo
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: install
+	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --small || exit 1; done
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+
+$(STAMP): constraints/$(VARIANT).txt pyproject.toml $(EMPTY)
+	@packaging/check_python $(PYTHON) $(VARIANT) $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the $(VARIANT) packages into $(VENV) (some minutes, about 3 GB) ..."
+	@if [ "$(VARIANT)" = cpu ]; then packaging/install_cpu "$(PIP)"; else packaging/install_gpu "$(PIP)"; fi
+	@$(PIP) install -q --no-deps --no-build-isolation -e . 2> >(grep -v 'is ignored: it is neither' >&2)
+	@touch $@
+	@echo "installed: $(BIN)/slipstream --help"
