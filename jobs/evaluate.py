@@ -97,13 +97,13 @@ def _serve(
 
 
 def _remote(work: Any, *arguments: Any) -> Any:
-    """The result of ``work(*arguments)`` in a Ray task, where its engine or its tensors live and die.
+    """The result of ``work(*arguments)`` in a Ray task, where its engine and its tensors live and die.
 
     Raises: the work's own SlipstreamError.
     """
     gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
     try:
-        return ray.get(_logged.options(num_gpus=gpus).remote(work, arguments))
+        return ray.get(_alone.options(num_gpus=gpus).remote(work, arguments, os.environ.get("OMP_NUM_THREADS")))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SlipstreamError):
             raise error.cause
@@ -111,11 +111,13 @@ def _remote(work: Any, *arguments: Any) -> Any:
 
 
 @ray.remote(num_cpus=1, max_retries=0)
-def _logged(work: Any, arguments: tuple[Any, ...]) -> Any:
+def _alone(work: Any, arguments: tuple[Any, ...], num_threads: str | None) -> Any:
+    """Run with the threads that were asked for, or all: Ray gives a worker one for each CPU it reserved."""
     import torch
 
-    # Ray gives a worker one thread a CPU it asked for; the walk is alone on this machine.
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    num_threads = num_threads or str(len(os.sched_getaffinity(0)))
+    os.environ["OMP_NUM_THREADS"] = num_threads
+    torch.set_num_threads(int(num_threads))
     start_logging()
     return work(*arguments)
 

@@ -101,8 +101,6 @@ class ServedDrafters:
             kv_cache_gib=serving.kv_cache_gib,
             drafter_roots=self._folders,
             token=self._token,
-            # Ray gives its workers one thread a CPU they asked for; the engine is alone here.
-            env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
         )
         logger.info("evaluate: starting vLLM with the champion (log: %s)", self._own.log)
         try:

@@ -12,7 +12,8 @@ from typing import Any
 from pipeline.acceptance import accepted_drafts_per_step
 from pipeline.artifacts import AcceptanceReport
 from pipeline.bootstrap import Interval
-from pipeline.gate import Verdict, walk_gap
+from pipeline.criteria import walk_gap
+from pipeline.gate import Verdict
 
 TEMPLATE = "report.html.j2"
 TITLES = {"promote": "Promote", "hold": "Hold", "reject": "Reject", "cannot_say": "Cannot say"}

@@ -7,7 +7,8 @@ import pytest
 from pipeline import report
 from pipeline.artifacts import AcceptanceReport
 from pipeline.bootstrap import Interval
-from pipeline.gate import Reason, Verdict
+from pipeline.criteria import Reason
+from pipeline.gate import Verdict
 
 NAN = float("nan")
 LIFT = Interval(1.42, 1.31, 1.53, 84)
