@@ -4,7 +4,6 @@ python jobs/adopt.py --config slipstream.toml FOLDER
 """
 
 import argparse
-import json
 import logging
 import shutil
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs import preflight
 from jobs.registry import FILES, Registry
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, describe_file, package_versions, sha256_file
@@ -32,16 +32,8 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 
     Raises: ConfigError when the folder holds no drafter for this target, or another champion serves.
     """
-    from serving.errors import PreflightError
-    from serving.preflight import check_drafter
-
     folder = Path(folder).resolve()
-    target = json.loads((config.target.model / "config.json").read_text())
-    try:
-        info = check_drafter(folder, target_config=target)
-    except PreflightError as error:
-        raise ConfigError(f"{folder}: not a drafter that can serve {config.target.model}: {error}")
-
+    info = preflight.check(config, folder)
     fingerprint = target_fingerprint(
         config.target.model, dtype=config.target.dtype, target_layer_ids=info.target_layer_ids
     )
@@ -88,7 +80,7 @@ def first_champion(config: Config, checkpoint: Artifact[DrafterCheckpoint]) -> s
             "anew for other traffic, choose another `workload`"
         )
     version = registry.register(model, checkpoint)
-    registry.download(model, version)
+    preflight.check(config, registry.download(model, version))
     registry.set_alias(model, "champion", version, expected=champion, reason="adopt")
     return version
 

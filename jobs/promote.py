@@ -12,6 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs import preflight
 from jobs.registry import Registry
 from jobs.session import job_main
 from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, verify
@@ -48,7 +49,7 @@ def run(config: Config, decision: Artifact[GateDecision], challenger: Artifact[D
             + f"\nSee {decision.folder / 'report.html'}"
         )
     _require_present_champion(registry, model, report, version)
-    registry.download(model, version)
+    preflight.check(config, registry.download(model, version))
     registry.set_alias(model, "approved", version, reason=f"decision {decision.id}")
     return version
 

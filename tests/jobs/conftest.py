@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from tests.tiny import tiny_drafter, tiny_target
+
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
@@ -28,3 +30,11 @@ def registry(mlflow_root):
     from jobs.registry import Registry
 
     return Registry(None, mlflow_root)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A tiny target's folder, and three drafters of it."""
+    root = tmp_path_factory.mktemp("tiny")
+    target = tiny_target(root / "target")
+    return target, [tiny_drafter(root / f"d{seed}", target, seed=seed) for seed in (1, 2, 3)]

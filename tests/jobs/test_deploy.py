@@ -1,0 +1,244 @@
+"""The order of a rollout and its failures, against scripted replicas that speak the control protocol."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jobs import deploy
+from jobs.adopt import first_champion
+from jobs.registry import Registry
+from pipeline.artifacts import Release, sha256_file
+from pipeline.config import Config
+from pipeline.errors import ConfigError, StageError, SwapError
+from pipeline.stages import exclusive, open_artifact
+from tests.jobs.checkpoints import as_checkpoint
+
+TOKEN = "s3cret"
+
+
+class ScriptedReplica:
+    """A server that answers like serving.control: the version it is told, and the failures that a test asks for."""
+
+    def __init__(self, folder: Path, version: str):
+        self.folder, self.version = Path(folder), version
+        self.swaps: list[tuple[str, str]] = []
+        self.fail_swap_to: str | None = None
+        self.keep_weights = False
+        self.probe_after_swap = [7, 8, 9]
+        replica = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self._answer(*replica.answer(self.path, self.headers, None))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self._answer(*replica.answer(self.path, self.headers, body))
+
+            def _answer(self, code, body):
+                payload = json.dumps(body).encode()
+                self.send_response(code)
+                self.send_header("content-length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def sha256(self):
+        return sha256_file(self.folder / "model.safetensors")
+
+    def answer(self, path, headers, body):
+        if path == "/v1/chat/completions":
+            tokens = self.probe_after_swap if self.swaps and self.version != self.swaps[0][0] else [7, 8, 9]
+            counts = {"num_spec_steps": 2, "num_accepted_draft_tokens": 1}
+            return 200, {"choices": [{"token_ids": tokens}], "metrics": {"speculative_decoding": counts}}
+        if headers.get("authorization") != f"Bearer {TOKEN}":
+            return 401, {"status": "refused", "reason": "the bearer token is missing or wrong"}
+        if path == "/slipstream/status":
+            return 200, {
+                "status": "ok",
+                "reason": None,
+                "version": self.version,
+                "folder": str(self.folder),
+                "sha256": self.sha256,
+                "live_fingerprint": [f"live-{'stale' if self.keep_weights else self.sha256[:8]}"],
+                "paused": False,
+            }
+        if body["version"] == self.fail_swap_to:
+            return 500, {"status": "failed", "reason": "the worker ran out of memory; the old drafter serves again"}
+        if body["expected_version"] != self.version:
+            return 409, {"status": "refused", "reason": f"version {self.version} serves"}
+        self.swaps.append((self.version, body["version"]))
+        previous, self.version, self.folder = self.version, body["version"], Path(body["folder"])
+        assert self.sha256 == body["sha256"]
+        return 200, {"status": "ok", "reason": None, "pause_s": 0.25, "previous": previous, "prefix_cache_reset": True}
+
+
+@pytest.fixture
+def fleet(mlflow_root, tiny, monkeypatch):
+    """Config, registry and two replicas that serve version 1, the champion; versions 2 and 3 exist, 2 is approved."""
+    target, folders = tiny
+    monkeypatch.setenv("SLIPSTREAM_CONTROL_TOKEN", TOKEN)
+    base = {"workload": "mails", "root": mlflow_root, "target": {"model": target, "dtype": "float32"}}
+    checkpoints = [as_checkpoint(mlflow_root, folder) for folder in folders]
+    config = Config.model_validate(base)
+    registry = Registry(None, mlflow_root)
+    assert first_champion(config, checkpoints[0]) == "1"
+    for checkpoint in checkpoints[1:]:
+        registry.register(config.model_name, checkpoint)
+    registry.set_alias(config.model_name, "approved", "2")
+    served = registry.download(config.model_name, "1")
+    replicas = [ScriptedReplica(served, "1") for _ in range(2)]
+    urls = [replica.url for replica in replicas]
+    yield Config.model_validate({**base, "serving": {"replicas": urls}}), registry, replicas
+    for replica in replicas:
+        replica.server.shutdown()
+        replica.server.server_close()
+
+
+def champion(config, registry):
+    return registry.alias(config.model_name, "champion")
+
+
+def test_the_champion_moves_once_every_replica_has_swapped(fleet):
+    config, registry, replicas = fleet
+    release = deploy.run(config)
+    assert [replica.swaps for replica in replicas] == [[("1", "2")], [("1", "2")]]
+    assert champion(config, registry) == "2"
+    assert (release.version, release.previous, release.reason) == ("2", "1", "deploy")
+    assert [(r["url"], r["pause_s"], r["changed_outputs"]) for r in release.replicas] == [
+        (replica.url, 0.25, 0) for replica in replicas
+    ]
+    assert open_artifact(config.root, Release, release.derivation_id).manifest == release
+    assert replicas[0].folder == config.root / "versions" / config.model_name / "2"
+
+
+def test_deploying_what_serves_swaps_nothing_and_tells_of_the_same_release(fleet):
+    config, _, replicas = fleet
+    first = deploy.run(config)
+    assert deploy.run(config) == first
+    assert [len(replica.swaps) for replica in replicas] == [1, 1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_replica_that_refuses_leaves_the_whole_fleet_as_it_was(fleet, failing):
+    config, registry, replicas = fleet
+    replicas[failing].fail_swap_to = "2"
+    with pytest.raises(SwapError, match="out of memory") as failure:
+        deploy.run(config)
+    assert "Champion is still version 1" in str(failure.value)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert replicas[0].swaps == ([] if failing == 0 else [("1", "2"), ("2", "1")])
+    assert champion(config, registry) == "1"
+    assert not (config.root / "releases").exists()
+
+
+@pytest.mark.parametrize("fault", ["weights stay", "answers change"])
+def test_a_swap_that_does_not_prove_itself_is_undone_everywhere(fleet, fault):
+    config, registry, replicas = fleet
+    if fault == "weights stay":
+        replicas[1].keep_weights = True
+    else:
+        replicas[1].probe_after_swap = [7, 8, 1]
+    with pytest.raises(SwapError):
+        deploy.run(config)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "1"
+
+
+def test_a_deploy_that_was_killed_halfway_is_finished_by_the_next(fleet):
+    config, registry, replicas = fleet
+    replicas[0].version, replicas[0].folder = "2", registry.download(config.model_name, "2")
+    release = deploy.run(config)
+    assert replicas[0].swaps == [] and replicas[1].swaps == [("1", "2")]
+    assert [r["pause_s"] for r in release.replicas] == [0.0, 0.25]
+    assert champion(config, registry) == "2"
+
+
+def test_someone_who_moved_the_champion_meanwhile_wins_and_the_fleet_goes_back(fleet):
+    config, registry, replicas = fleet
+    real = replicas[1].answer
+
+    def meanwhile(path, headers, body):
+        if path == "/slipstream/swap" and body["version"] == "2":
+            registry.set_alias(config.model_name, "champion", "3")
+        return real(path, headers, body)
+
+    replicas[1].answer = meanwhile
+    with pytest.raises(SwapError, match="someone moved it"):
+        deploy.run(config)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "3"
+
+
+def test_rollback_serves_the_champion_before_and_then_the_one_before_that(fleet):
+    config, registry, replicas = fleet
+    deploy.run(config)
+    registry.set_alias(config.model_name, "approved", "3")
+    deploy.run(config)
+    assert deploy.rollback(config).version == "2"
+    release = deploy.rollback(config)
+    assert (release.version, release.previous, release.reason) == ("1", "2", "rollback")
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "1"
+    with pytest.raises(StageError, match="no earlier champion"):
+        deploy.rollback(config)
+
+
+def test_what_was_rolled_back_comes_back_by_its_number_alone(fleet):
+    config, registry, _ = fleet
+    deploy.run(config)
+    deploy.rollback(config)
+    with pytest.raises(StageError, match="slipstream deploy 2"):
+        deploy.run(config)
+    assert deploy.run(config, "2").version == "2"
+    assert champion(config, registry) == "2"
+    assert deploy.rollback(config).version == "1"
+
+
+def test_a_version_that_the_gate_never_passed_is_not_deployed(fleet):
+    config, _, replicas = fleet
+    with pytest.raises(StageError, match=r"version 3 never was approved.*1, 2"):
+        deploy.run(config, "3")
+    assert [replica.swaps for replica in replicas] == [[], []]
+
+
+def test_without_an_approved_version_the_message_names_the_step_before(fleet):
+    config, registry, _ = fleet
+    registry._client.delete_registered_model_alias(config.model_name, "approved")
+    with pytest.raises(StageError, match="no approved version; `slipstream promote`"):
+        deploy.run(config)
+
+
+def test_each_thing_an_operator_forgets_has_its_own_message(fleet, monkeypatch):
+    config, registry, replicas = fleet
+    none = config.model_copy(update={"serving": config.serving.model_copy(update={"replicas": ()})})
+    with pytest.raises(ConfigError, match=r"serving\.replicas is empty.*--set"):
+        deploy.run(none)
+    gone = (replicas[0].url, "http://127.0.0.1:18498")
+    unreachable = config.model_copy(update={"serving": config.serving.model_copy(update={"replicas": gone})})
+    with pytest.raises(SwapError, match=r"http://127\.0\.0\.1:18498\S*: not reachable"):
+        deploy.run(unreachable)
+    assert replicas[0].swaps == []
+    monkeypatch.setenv("SLIPSTREAM_CONTROL_TOKEN", "other")
+    with pytest.raises(SwapError, match=r"token is missing or wrong.*is SLIPSTREAM_CONTROL_TOKEN the replica's"):
+        deploy.run(config)
+    monkeypatch.delenv("SLIPSTREAM_CONTROL_TOKEN")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_CONTROL_TOKEN is not set"):
+        deploy.run(config)
+    assert champion(config, registry) == "1"
+
+
+def test_two_deploys_at_once_are_one_deploy_and_one_refusal(fleet):
+    config, _, _ = fleet
+    with exclusive(config.root / "releases", "deploy"), pytest.raises(StageError, match="another process"):
+        deploy.run(config)
