@@ -78,12 +78,15 @@ def job_main(
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
     needs_ray: bool = True,
+    prog: str | None = None,
 ) -> None:
     """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error.
 
     Jobs that only talk to MLflow and to replicas set ``needs_ray`` to False: a rollback must not wait for a cluster.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=Path("slipstream.toml"), help="the configuration (TOML)")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override one setting"

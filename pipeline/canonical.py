@@ -80,7 +80,7 @@ def canonical_request(body: dict[str, Any]) -> CanonicalRequest:
 def _require_supported(body: dict[str, Any], params: dict[str, Any]) -> None:
     """Raises: Rejected for what the target could not be asked again in the same way."""
     route = str(body.get("route") or "")
-    if "messages" not in body and route.endswith("/completions") and "chat" not in route:
+    if "messages" not in body and route.endswith("completions") and "chat" not in route:
         raise Rejected("unsupported_raw_prompt")
     if params.get("n") not in (None, 1):
         raise Rejected("unsupported_n")
@@ -88,6 +88,8 @@ def _require_supported(body: dict[str, Any], params: dict[str, Any]) -> None:
         raise Rejected("unsupported_logit_bias")
     if any(params.get(name) for name in _STRUCTURED) or _is_structured(params.get("response_format")):
         raise Rejected("unsupported_structured_output")
+    if params.get("tool_choice") not in (None, "auto", "none"):
+        raise Rejected("unsupported_tool_choice")
     if params.get("chat_template") or params.get("continue_final_message"):
         raise Rejected("unsupported_chat_template")
 

@@ -1,14 +1,14 @@
 """Reading served requests from JSON lines: every line becomes a record or a reject, whatever its neighbours hold."""
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from pipeline.artifacts import sha256_file
 from pipeline.errors import ConfigError
 
 _BOM = b"\xef\xbb\xbf"
@@ -16,10 +16,12 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One file of records. Its name is stable under a move of the folder that it was found in."""
+    """One file of records, as far as it reached when it was found: a log may grow while it is read."""
 
     path: Path
     name: str
+    """Relative to the folder that it was found in, so that a move of that folder changes nothing."""
+    size_bytes: int
     sha256: str
 
 
@@ -62,21 +64,22 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
                 found.setdefault(file.resolve(), name)
     if not found:
         raise ConfigError(f"collect.sources: no .jsonl or .jsonl.gz file in {', '.join(map(str, paths))}")
-    sources = [Source(path, name, sha256_file(path)) for path, name in found.items()]
+    sources = [_source(path, name) for path, name in found.items()]
     return sorted(sources, key=lambda source: (source.name, source.sha256))
 
 
 def read_records(source: Source) -> Iterator[Record | Unreadable]:
     """Every line of a file but blank ones, in order. A cut .gz yields what came before the cut, then a reject."""
     line, offset = 0, 0
-    with _open(source.path) as file:
+    zipped = source.path.suffix == ".gz"
+    with gzip.open(source.path, "rb") if zipped else open(source.path, "rb") as file:
         while True:
             try:
                 raw = file.readline()
             except (EOFError, OSError, zlib.error) as error:
                 yield Unreadable(source.name, line + 1, offset, "file_cut", f"{type(error).__name__}: {error}")
                 return
-            if not raw:
+            if not raw or (not zipped and offset >= source.size_bytes):
                 return
             line += 1
             if raw.strip():
@@ -84,8 +87,12 @@ def read_records(source: Source) -> Iterator[Record | Unreadable]:
             offset += len(raw)
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+def _source(path: Path, name: str) -> Source:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return Source(path, name, file.tell(), digest.hexdigest())
 
 
 def _parse(raw: bytes, file: str, line: int, offset: int) -> Record | Unreadable:

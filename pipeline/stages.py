@@ -82,14 +82,14 @@ def open_artifact(root: Path, kind: type[M], derivation: str) -> Artifact[M]:
 def set_current(root: Path, name: str, artifact: Artifact[Any]) -> None:
     """Remember an artifact under a name, for the stage that is run next by hand."""
     with exclusive(Path(root) / "current", "current.json", wait=True):
-        names = _current_names(root)
+        names = current_names(root)
         names[name] = artifact.id
         write_durably(Path(root) / "current.json", (json.dumps(names, indent=1, sort_keys=True) + "\n").encode())
 
 
 def current(root: Path, name: str, kind: type[M]) -> Artifact[M]:
     """The artifact last remembered under a name. Raises: StageError naming the names that exist."""
-    names = _current_names(root)
+    names = current_names(root)
     if name not in names:
         raise StageError(
             f"{root}: no {name} yet (there are: {', '.join(sorted(names)) or 'none'}); run the stage that makes it"
@@ -97,7 +97,8 @@ def current(root: Path, name: str, kind: type[M]) -> Artifact[M]:
     return open_artifact(root, kind, names[name])
 
 
-def _current_names(root: Path) -> dict[str, str]:
+def current_names(root: Path) -> dict[str, str]:
+    """Name → derivation id of what is remembered under a root."""
     path = Path(root) / "current.json"
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -1,0 +1,191 @@
+"""``slipstream``: every stage by its name. Nothing heavy is imported before the command and its settings are known."""
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: the job behind it, what its help says, and what it needs."""
+
+    module: str
+    summary: str
+    example: str
+    more: str = ""
+    needs_ray: bool = True
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    parses_itself: bool = False
+    """The job reads its own arguments: ``main(argv)`` instead of ``main(config, arguments)``."""
+
+
+def _adopt_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=_path, help="config.json and model.safetensors in the z-lab layout")
+
+
+def _deploy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("version", nargs="?", help="version number; without it, the approved one")
+    parser.set_defaults(rollback=False)
+
+
+def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(rollback=True, version=None)
+
+
+def _path(text: str) -> Any:
+    from pathlib import Path
+
+    return Path(text)
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "jobs.demo",
+        "the whole loop on this machine, on a small real target and generated traffic",
+        "slipstream demo",
+        parses_itself=True,
+    ),
+    "fetch-target": Command(
+        "jobs.fetch_target",
+        "fetch the demo's small target and keep it as safetensors",
+        "slipstream fetch-target --out runs/demo/target",
+        parses_itself=True,
+    ),
+    "init-drafter": Command(
+        "jobs.init_drafter",
+        "cold-start a drafter on general prompts; it becomes version 1",
+        "slipstream init-drafter --set train.steps=400",
+    ),
+    "adopt": Command(
+        "jobs.adopt",
+        "take over a drafter that already serves, as version 1",
+        "slipstream adopt /models/drafter",
+        needs_ray=False,
+        add_arguments=_adopt_arguments,
+    ),
+    "run": Command(
+        "jobs.loop",
+        "collect to promote, one after the other; what is complete is skipped",
+        "slipstream run --set workload=support",
+    ),
+    "collect": Command(
+        "jobs.collect",
+        "served requests → prompts: consent, duplicates counted, split for good",
+        "slipstream collect --set 'collect.sources=[\"/logs/traffic\"]' --set collect.redaction=none",
+        more="Reads .jsonl and .jsonl.gz: the tap's records, OpenAI-style logs, or lines with messages or prompt.\n"
+        "Rejected lines are listed in rejects.jsonl with file, line and reason, never with text.",
+    ),
+    "regenerate": Command(
+        "jobs.regenerate",
+        "prompts → the target's own answers, as exact token ids",
+        "slipstream regenerate --set regenerate.max_tokens=512 --set regenerate.num_engines=4",
+    ),
+    "capture": Command(
+        "jobs.capture",
+        "answers → the target's hidden states, checked against a reference",
+        "slipstream capture --set capture.rows_per_part=128",
+    ),
+    "train": Command(
+        "jobs.train",
+        "hidden states + champion → challenger",
+        "slipstream train --set train.steps=800 --set train.learning_rate=1e-3",
+    ),
+    "evaluate": Command(
+        "jobs.evaluate",
+        "champion and challenger serve the same held-out prompts, in turn on one engine",
+        "slipstream evaluate --set evaluate.concurrency=16",
+    ),
+    "promote": Command(
+        "jobs.promote",
+        "judge the report; on a pass, register the challenger as approved",
+        "slipstream promote --set gate.min_lift=1.05",
+    ),
+    "deploy": Command(
+        "jobs.deploy",
+        "swap the approved version, or the one named, into every replica; or put the old one back",
+        "slipstream deploy 2",
+        needs_ray=False,
+        add_arguments=_deploy_arguments,
+    ),
+    "rollback": Command(
+        "jobs.deploy",
+        "serve the champion before the present one again",
+        "slipstream rollback",
+        needs_ray=False,
+        add_arguments=_rollback_arguments,
+    ),
+    "status": Command(
+        "jobs.status",
+        "what is complete under the run root, and which versions carry which alias",
+        "slipstream status",
+        needs_ray=False,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; exits 1 with one line for an error of ours, 2 for a command that does not exist."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "slipstream --help lists the commands"
+        print(f"slipstream: no command {name!r}; {hint}", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        _run(name, command, rest)
+    except KeyboardInterrupt:
+        print(f"slipstream {name}: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        raise SystemExit(130)
+
+
+def overview() -> str:
+    """The text of ``slipstream --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Slipstream keeps a vLLM fleet's DFlash drafter tuned to the traffic it really serves.",
+            "",
+            "usage: slipstream COMMAND [--config slipstream.toml] [--set TABLE.KEY=VALUE ...] [--dry-run]",
+            "",
+            *lines,
+            "",
+            "slipstream COMMAND --help shows an example. infra/slipstream.toml lists every setting.",
+        ]
+    )
+
+
+def _run(name: str, command: Command, rest: list[str]) -> None:
+    if command.parses_itself:
+        importlib.import_module(command.module).main(rest)
+        return
+    from jobs.session import job_main
+
+    def run(config: "Config", arguments: argparse.Namespace) -> None:
+        importlib.import_module(command.module).main(config, arguments)
+
+    description = f"{command.summary[0].upper()}{command.summary[1:]}.\n\nexample: {command.example}"
+    job_main(
+        f"{description}\n\n{command.more}" if command.more else description,
+        run,
+        add_arguments=command.add_arguments,
+        argv=rest,
+        needs_ray=command.needs_ray,
+        prog=f"slipstream {name}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Status: what is complete under the run root, and which drafter versions carry which alias."""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from jobs.registry import Registry
+from jobs.session import job_main
+from pipeline import artifacts, stages
+from pipeline.config import Config
+
+ALIASES = ("champion", "approved", "challenger")
+_KINDS: dict[str, type[artifacts.Manifest]] = {
+    "prompts": artifacts.PromptSet,
+    "responses": artifacts.ResponseSet,
+    "states": artifacts.HiddenStateCache,
+    "champion": artifacts.DrafterCheckpoint,
+    "challenger": artifacts.DrafterCheckpoint,
+    "control": artifacts.DrafterCheckpoint,
+    "report": artifacts.AcceptanceReport,
+    "decision": artifacts.GateDecision,
+}
+
+
+def run(config: Config) -> list[str]:
+    """One line an artifact and an alias. Nothing is made: a root without a registry has no versions."""
+    lines = [f"root {config.root}", *_artifact_lines(config)]
+    if config.promote.tracking_uri is None and not (config.root / "mlflow.db").exists():
+        return [*lines, f"model {config.model_name}: nothing registered yet; slipstream init-drafter or adopt begins"]
+    registry = Registry(config.promote.tracking_uri, config.root)
+    versions = {alias: registry.alias(config.model_name, alias) for alias in ALIASES}
+    lines.append(f"model {config.model_name}")
+    return lines + [f"  {alias:<11}{f'version {version}' if version else '-'}" for alias, version in versions.items()]
+
+
+def _artifact_lines(config: Config) -> list[str]:
+    names = stages.current_names(config.root)
+    lines = []
+    for name, kind in _KINDS.items():
+        if name not in names:
+            lines.append(f"  {name:<11}-")
+            continue
+        manifest = stages.open_artifact(config.root, kind, names[name]).manifest
+        rows = sum(shard.rows for shard in manifest.shards if shard.path.endswith(".parquet"))
+        lost = f", {sum(manifest.rejects.values())} rejected" if manifest.rejects else ""
+        what = f"{rows} rows{lost}, " if rows else ""
+        lines.append(f"  {name:<11}{names[name]}  {what}{manifest.seconds:.0f} s")
+    return lines
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Print the status."""
+    print("\n".join(run(config)))
+
+
+if __name__ == "__main__":
+    job_main(__doc__, main, needs_ray=False)
