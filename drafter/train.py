@@ -1,5 +1,6 @@
 """HiddenStateCache and a starting drafter → DrafterCheckpoint."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drafter.anchors import legal_anchors
-from drafter.checkpoint import cold_start, load_drafter, save_drafter
+from drafter.checkpoint import CONFIG, WEIGHTS, cold_start, load_drafter, save_drafter
 from drafter.dataset import CachedRow, collate, read_rows
 from drafter.frozen import FrozenTarget, read_frozen
 from drafter.loss import SlotWeights, block_loss, decay_weights, dpace_weights
@@ -27,6 +28,7 @@ from pipeline.artifacts import (
     describe_file,
     package_versions,
     publish,
+    write_durably,
 )
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, FingerprintError, StageError
@@ -36,8 +38,10 @@ logger = logging.getLogger("slipstream")
 
 STAGE_VERSION = 1
 # What a training run means; the rest of the table is how it is executed.
-_EXECUTION = {"num_workers"}
+_EXECUTION = {"num_workers", "control"}
 _RESUME = "resume.pt"
+_BEST = "best.pt"
+_TRAINED = "trained.json"
 
 
 @dataclass
@@ -56,40 +60,57 @@ def run(
     *,
     start: Artifact[DrafterCheckpoint] | None,
     role: str,
-    on_progress: Callable[[dict[str, float]], None] = lambda point: None,
+    execute: Callable[[Path], None] | None = None,
 ) -> Artifact[DrafterCheckpoint]:
     """The checkpoint with the best walk acceptance on the validation rows; cold where ``start`` is None.
 
-    Raises: StageError when no row can be trained on, or a loss is not finite; FingerprintError when the
+    ``execute(folder)`` runs ``train_in`` on that folder, in as many processes as it likes; None runs it here.
+
+    Raises: StageError when no row can be trained on, or a gradient is not finite; FingerprintError when the
     cache and the starting drafter were made for different targets.
     """
     if start is not None and start.manifest.fingerprint and states.manifest.fingerprint:
-        start.manifest.fingerprint.require_same(
-            states.manifest.fingerprint, where=f"{start.folder} and {states.folder}"
-        )
+        start.manifest.fingerprint.require_same(states.manifest.fingerprint, where=f"{start.folder}, {states.folder}")
+    parents = {"states": states.id, **({"start": start.id} if start else {})}
     meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role}
     if start is None:
         meaning["drafter"] = config.drafter.model_dump(mode="json")
+
+    def build(folder: Path, derivation: str) -> DrafterCheckpoint:
+        if not (folder / _TRAINED).exists():
+            (execute or (lambda folder: train_in(folder, config, states, start)))(folder)
+        trained = json.loads((folder / _TRAINED).read_text())
+        for name in (_BEST, _RESUME):
+            (folder / name).unlink(missing_ok=True)
+        return DrafterCheckpoint(
+            derivation_id=derivation,
+            parents=parents,
+            fingerprint=states.manifest.fingerprint,
+            shards=tuple(describe_file(folder / name) for name in (CONFIG, WEIGHTS)),
+            config=config.train.model_dump(mode="json"),
+            versions=package_versions(),
+            role=role,
+            **trained,
+        )
+
     return complete(
         config.root,
         DrafterCheckpoint,
         stage="train",
         version=STAGE_VERSION,
-        parents={"states": states.id, **({"start": start.id} if start else {})},
+        parents=parents,
         meaning=meaning,
-        build=lambda folder, derivation: _build(folder, derivation, config, states, start, role, on_progress),
+        build=build,
     )
 
 
-def _build(
+def train_in(
     folder: Path,
-    derivation: str,
     config: Config,
     states: Artifact[HiddenStateCache],
     start: Artifact[DrafterCheckpoint] | None,
-    role: str,
-    on_progress: Callable[[dict[str, float]], None],
-) -> DrafterCheckpoint:
+) -> None:
+    """Train in a folder, going on from what an interrupted try left there; the drafter ends up beside trained.json."""
     frozen = read_frozen(config.target.model)
     drafter, raw = load_drafter(start.folder) if start else (new_drafter(config, frozen), None)
     layer_ids = states.manifest.fingerprint.target_layer_ids if states.manifest.fingerprint else ()
@@ -107,25 +128,23 @@ def _build(
     validation = read_rows(states, "validation")[: config.train.walk_rows]
     if not validation:
         raise StageError(f"{states.folder}: no validation rows; raise collect.validation_share or collect more traffic")
-    progress = train_loop(drafter, frozen, rows, validation, config.train, folder, on_progress)
-    drafter.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
-    paths = save_drafter(folder, drafter, raw)
-    for name in ("best.pt", _RESUME):
-        (folder / name).unlink()
-    return DrafterCheckpoint(
-        derivation_id=derivation,
-        parents={"states": states.id, **({"start": start.id} if start else {})},
-        fingerprint=states.manifest.fingerprint,
-        shards=tuple(describe_file(path) for path in paths),
-        config=config.train.model_dump(mode="json"),
-        versions=package_versions(),
-        counts={"train_rows": len(rows), "validation_rows": len(validation), "steps": progress.step},
-        role=role,
-        block_size=drafter.shape.block_size,
-        mask_token_id=drafter.shape.mask_token_id,
-        walk=progress.best or {},
-        curve=progress.curve,
-    )
+    progress = train_loop(drafter, frozen, rows, validation, config.train, folder)
+    if rank_and_world()[0] == 0:
+        drafter.load_state_dict(torch.load(folder / _BEST, weights_only=True))
+        save_drafter(folder, drafter, raw)
+        trained = {
+            "block_size": drafter.shape.block_size,
+            "mask_token_id": drafter.shape.mask_token_id,
+            "walk": progress.best,
+            "curve": progress.curve,
+            "counts": {"train_rows": len(rows), "validation_rows": len(validation), "steps": progress.step},
+        }
+        write_durably(folder / _TRAINED, json.dumps(trained).encode())
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's place among those that train together."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def new_drafter(config: Config, frozen: FrozenTarget) -> Drafter:
@@ -180,20 +199,19 @@ def train_loop(
     validation: Sequence[CachedRow],
     config: TrainConfig,
     folder: Path,
-    on_progress: Callable[[dict[str, float]], None] = lambda point: None,
 ) -> Progress:
     """Train to ``config.steps``, from ``folder``'s last checkpoint where there is one; best.pt holds the best step.
 
     Under torch.distributed each process takes its share of every step's rows; all see the same step count,
     since a process without a block still adds its zero gradient.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_world()
     order = Order(len(rows), max(1, config.blocks_per_step // config.anchors_per_row), config.seed)
     optimizer = Optimizer(drafter.named_parameters(), kind=config.optimizer, learning_rate=config.learning_rate)
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
     progress = _resume(folder, drafter, optimizer)
     if progress.best is None:
-        _measure(progress, drafter, frozen, validation, folder, rank, {"step": 0.0}, on_progress)
+        _measure(progress, drafter, frozen, validation, folder, rank, {"step": 0.0})
     started, first_step = time.monotonic(), progress.step
     while progress.step < config.steps:
         picks = order.rows_of(progress.step)
@@ -219,7 +237,7 @@ def train_loop(
                 "blocks_per_s": num_blocks / per_step,
                 "remaining_s": per_step * (config.steps - progress.step),
             }
-            _measure(progress, drafter, frozen, validation, folder, rank, point, on_progress)
+            _measure(progress, drafter, frozen, validation, folder, rank, point)
             if rank == 0:
                 _save(folder, drafter, optimizer, progress)
     return progress
@@ -274,7 +292,6 @@ def _measure(
     folder: Path,
     rank: int,
     point: dict[str, float],
-    on_progress: Callable[[dict[str, float]], None],
 ) -> None:
     counts, _ = walk(drafter, frozen, validation)
     point = {**point, "walk_acceptance_length": counts.acceptance_length}
@@ -283,7 +300,7 @@ def _measure(
         progress.best = {**counts.as_dict(), "step": progress.step}
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            _save_torch(folder / "best.pt", drafter.state_dict())
+            _save_torch(folder / _BEST, drafter.state_dict())
     if rank == 0:
         logger.info(
             "train: step %d  loss %s  walk acceptance %.3f  %.0f blocks/s  %.0f s left",
@@ -293,7 +310,6 @@ def _measure(
             point.get("blocks_per_s", 0),
             point.get("remaining_s", 0),
         )
-        on_progress(point)
 
 
 def _save(folder: Path, drafter: Drafter, optimizer: Optimizer, progress: Progress) -> None:

@@ -37,6 +37,19 @@ class DrafterConfig(Frozen):
     """MLP width; the target's where absent."""
 
 
+class InitConfig(Frozen):
+    """General prompts → the first drafter, for a target that has none."""
+
+    sources: tuple[Path, ...] = ()
+    """Files of general prompts; empty takes the ones that ship."""
+    num_prompts: int = Field(600, gt=0)
+    gate_share: float = Field(0.05, gt=0, lt=1)
+    """Nothing is judged on general prompts, so few are set aside."""
+    steps: int = Field(200, gt=0)
+    """Optimiser steps: the stated budget."""
+    learning_rate: float = Field(4e-3, gt=0)
+
+
 class CollectConfig(Frozen):
     """Traffic log → PromptSet."""
 
@@ -105,6 +118,9 @@ class TrainConfig(Frozen):
     """Validation rows that a walk measurement uses."""
     num_workers: int = Field(1, gt=0)
     """Ray Train workers."""
+    control: bool = False
+    """Also train a control: the champion on general prompts for the same budget. Is it the traffic, or just more
+    training? Needs the general states of `slipstream init-drafter`."""
 
 
 class EvaluateConfig(Frozen):
@@ -170,6 +186,7 @@ class Config(Frozen):
     """Environment variable with the key of the split hash. Unset, a key file is made under the root, mode 0600."""
     target: TargetConfig
     drafter: DrafterConfig = DrafterConfig()
+    init: InitConfig = InitConfig()
     collect: CollectConfig = CollectConfig()
     regenerate: RegenerateConfig = RegenerateConfig()
     capture: CaptureConfig = CaptureConfig()
@@ -240,5 +257,6 @@ def _anchor_paths(config: Config, base: Path) -> Config:
             "root": absolute(config.root),
             "target": config.target.model_copy(update={"model": absolute(config.target.model)}),
             "collect": config.collect.model_copy(update={"sources": tuple(map(absolute, config.collect.sources))}),
+            "init": config.init.model_copy(update={"sources": tuple(map(absolute, config.init.sources))}),
         }
     )

@@ -1,0 +1,114 @@
+"""The loop: collect → regenerate → capture → train → evaluate → gate → promote → deploy; complete stages are skipped.
+
+python jobs/loop.py --config slipstream.toml
+ray job submit --working-dir . -- python jobs/loop.py --config slipstream.toml
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from jobs import capture, collect, deploy, evaluate, promote, regenerate, train
+from jobs.engines import EnginePool
+from jobs.session import job_main
+from pipeline import stages
+from pipeline.artifacts import (
+    AcceptanceReport,
+    DrafterCheckpoint,
+    GateDecision,
+    HiddenStateCache,
+    PromptSet,
+    Release,
+    ResponseSet,
+)
+from pipeline.config import Config
+from pipeline.engines import Engines
+from pipeline.stages import Artifact
+
+logger = logging.getLogger("slipstream")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one round of traffic left behind, up to the drafters that want to serve."""
+
+    prompts: Artifact[PromptSet]
+    responses: Artifact[ResponseSet]
+    states: Artifact[HiddenStateCache]
+    drafters: dict[str, Artifact[DrafterCheckpoint]]
+    """champion, challenger and, where general states are at hand and ``train.control`` asks for it, control."""
+
+
+def learn(
+    config: Config, *, champion: Artifact[DrafterCheckpoint] | None = None, engines: Engines | None = None
+) -> Learned:
+    """From the traffic log to drafters trained from the champion (the current one by default).
+
+    Raises: StageError when there is no champion to start from.
+    """
+    champion = champion or stages.current(config.root, "champion", DrafterCheckpoint)
+    layers = capture.layers_to_capture(config)
+    if engines is None:
+        with EnginePool(config, target_layer_ids=layers) as pool:
+            prompts, responses, states = _gather(config, layers, pool)
+    else:
+        prompts, responses, states = _gather(config, layers, engines)
+    drafters = {"champion": champion, "challenger": train.run(config, states, start=champion, role="challenger")}
+    stages.set_current(config.root, "challenger", drafters["challenger"])
+    if config.train.control:
+        general = stages.current(config.root, "general-states", HiddenStateCache)
+        drafters["control"] = train.run(config, general, start=champion, role="control")
+        stages.set_current(config.root, "control", drafters["control"])
+    return Learned(prompts, responses, states, drafters)
+
+
+def judge(config: Config, learned: Learned) -> tuple[Artifact[AcceptanceReport], Artifact[GateDecision]]:
+    """The drafters measured on one engine, and the verdict."""
+    report, decision = evaluate.run(config, learned.drafters, learned.responses, states=learned.states)
+    stages.set_current(config.root, "report", report)
+    stages.set_current(config.root, "decision", decision)
+    return report, decision
+
+
+def run(config: Config) -> Release | None:
+    """The release that the loop ends with; None where no replicas are configured to deploy to.
+
+    Raises: StageError with the gate's reasons where it does not promote.
+    """
+    learned = learn(config)
+    _, decision = judge(config, learned)
+    version = promote.run(config, decision, learned.drafters["challenger"])
+    if not config.serving.replicas:
+        logger.info("loop: version %s is approved; set serving.replicas to deploy it", version)
+        return None
+    release = deploy.run(config, version)
+    stages.set_current(config.root, "champion", learned.drafters["challenger"])
+    return release
+
+
+def _gather(
+    config: Config, layers: Sequence[int], engines: Engines
+) -> tuple[Artifact[PromptSet], Artifact[ResponseSet], Artifact[HiddenStateCache]]:
+    prompts = collect.run(config)
+    stages.set_current(config.root, "prompts", prompts)
+    responses = regenerate.run(config, prompts, engines=engines)
+    stages.set_current(config.root, "responses", responses)
+    states = capture.run(config, responses, target_layer_ids=layers, engines=engines)
+    stages.set_current(config.root, "states", states)
+    return prompts, responses, states
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Run every stage that is not complete."""
+    release = run(config)
+    print(f"version {release.version} is champion" if release else "approved; nothing to deploy to")
+
+
+if __name__ == "__main__":
+    job_main(__doc__, main)
