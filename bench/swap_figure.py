@@ -14,12 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from serving.deploy import swap_replica
-from serving.launch import VllmServer
-from serving.load import Driver, Reply
-from serving.preflight import sha256_file
+from serving.deploy import swap_replica  # noqa: E402
+from serving.launch import VllmServer  # noqa: E402
+from serving.load import Driver, Reply  # noqa: E402
+from serving.preflight import sha256_file  # noqa: E402
 
 TOKEN = "bench"
+TOY_FAVOURITE = 433
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ def _toy(workdir: Path) -> tuple[Path, list[Path]]:
     sys.path.insert(0, str(ROOT / "tests"))
     import tiny
 
-    target = tiny.tiny_target(workdir / "target")
+    target = tiny.tiny_target(workdir / "target", favourite=TOY_FAVOURITE)
     return target, [
         tiny.tiny_drafter(workdir / "versions" / "1", target, seed=1),
-        tiny.tiny_drafter(workdir / "versions" / "2", target, seed=2, proposes=433),
+        tiny.tiny_drafter(workdir / "versions" / "2", target, seed=2, proposes=TOY_FAVOURITE),
     ]
 
 

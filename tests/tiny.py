@@ -22,9 +22,19 @@ TARGET_LAYER_IDS = (1, 3, 4)
 
 
 def tiny_target(
-    folder: Path, *, layers: int = 6, hidden: int = 128, heads: int = 4, kv_heads: int = 2, seed: int = 0
+    folder: Path,
+    *,
+    layers: int = 6,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    favourite: int | None = None,
 ) -> Path:
-    """A random float32 Llama with byte-level tokenizer and chat template, as a Hugging Face folder."""
+    """A random float32 Llama with byte-level tokenizer and chat template, as a Hugging Face folder.
+
+    With ``favourite`` it says that token often, so that a drafter which ``proposes`` it is accepted often.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -45,6 +55,8 @@ def tiny_target(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(torch.float32)
+    if favourite is not None:
+        model.lm_head.weight.data[favourite] *= 4
     model.save_pretrained(folder)
     _tokenizer(Path(folder))
     return Path(folder)
