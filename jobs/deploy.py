@@ -8,6 +8,7 @@ python jobs/deploy.py --config slipstream.toml --rollback  the champion before
 import argparse
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, commit, find, load
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError, SwapError
-from pipeline.stages import exclusive
+from pipeline.stages import exclusive, open_artifact, set_current
 from serving.deploy import SwapOutcome, status, swap_replica
 from serving.errors import DeployError
 
@@ -157,6 +158,19 @@ def _record(
     return release
 
 
+def remember_champion(config: Config, release: Release) -> None:
+    """Make the released drafter the ``champion`` that the next round trains from."""
+    derivation = release.parents["drafter"]
+    folder = artifact_dir(config.root, DrafterCheckpoint, derivation)
+    if find(folder, DrafterCheckpoint) is None:  # trained under another root: take the verified copy
+        copy = folder.with_name(f".{derivation}.{os.getpid()}.tmp")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(config.root / "versions" / config.model_name / release.version, copy)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(copy, folder)
+    set_current(config.root, "champion", open_artifact(config.root, DrafterCheckpoint, derivation))
+
+
 def _approved(registry: Registry, model: str) -> str:
     version = registry.alias(model, "approved")
     if version is None:
@@ -218,6 +232,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.rollback and arguments.version:
         raise ConfigError(f"give a version ({arguments.version}) or --rollback, not both")
     release = rollback(config) if arguments.rollback else run(config, arguments.version)
+    remember_champion(config, release)
     print(f"version {release.version} serves on {len(release.replicas)} replica(s), champion (was {release.previous})")
 
 

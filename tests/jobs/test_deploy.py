@@ -1,6 +1,7 @@
 """The order of a rollout and its failures, against scripted replicas that speak the control protocol."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 from jobs import deploy
 from jobs.adopt import first_champion
 from jobs.registry import Registry
-from pipeline.artifacts import Release, sha256_file
+from pipeline.artifacts import DrafterCheckpoint, Release, sha256_file, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError, SwapError
-from pipeline.stages import exclusive, open_artifact
+from pipeline.stages import current, exclusive, open_artifact
 from tests.jobs.checkpoints import as_checkpoint
 
 TOKEN = "s3cret"
@@ -192,6 +193,18 @@ def test_rollback_serves_the_champion_before_and_then_the_one_before_that(fleet)
     assert champion(config, registry) == "1"
     with pytest.raises(StageError, match="no earlier champion"):
         deploy.rollback(config)
+
+
+def test_the_next_round_starts_from_what_serves_also_where_it_was_trained_elsewhere(fleet):
+    config, _, _ = fleet
+    second = deploy.run(config)
+    shutil.rmtree(config.root / "drafters")
+    deploy.remember_champion(config, second)
+    champion = current(config.root, "champion", DrafterCheckpoint)
+    assert champion.id == second.parents["drafter"] == "d2"
+    verify(champion.folder, champion.manifest)
+    deploy.remember_champion(config, deploy.rollback(config))
+    assert current(config.root, "champion", DrafterCheckpoint).id == "d1"
 
 
 def test_what_was_rolled_back_comes_back_by_its_number_alone(fleet):
