@@ -185,7 +185,7 @@ def _reject(record: Record | Unreadable, reason: str, **details: Any) -> dict[st
 
 def _own_id(record: Record) -> str | None:
     own_id = record.body.get("id")
-    return own_id if isinstance(own_id, str) else None
+    return own_id.encode(errors="backslashreplace").decode() if isinstance(own_id, str) else None
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ _LAST = (
     "Alvarez Becker Chen Dubois Eriksen Fischer Garcia Haddad Ivanova Jensen Kowalski Lindqvist Moreau Nakamura Okafor "
     "Petrov Quinn Rossi Schmidt Tanaka Usman Varga Weber Yilmaz Zhang Andersson Brandt Costa Dvorak Ferreira"
 ).split()
-_PRODUCTS = (
+PRODUCTS = (
     "Fjord two-person tent",
     "Tarn down sleeping bag",
     "Kestrel 45 litre backpack",
@@ -305,7 +305,7 @@ def _facts(rng: random.Random) -> dict[str, str]:
     return {
         "name": name,
         "full": f"{name} {rng.choice(_LAST)}",
-        "product": rng.choice(_PRODUCTS),
+        "product": rng.choice(PRODUCTS),
         "order": f"R{rng.randrange(10_000, 100_000)}",
         "date": f"{rng.randrange(1, 29)} {rng.choice(_MONTHS)}",
         "month": rng.choice(_MONTHS),

@@ -1,0 +1,241 @@
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import collect
+from pipeline.canonical import Rejected, canonical_request
+from pipeline.config import load_config
+from pipeline.errors import ConfigError, StageError
+from pipeline.schemas import PROMPTS
+from pipeline.shards import read_tables
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+def user(text, **more):
+    return {"id": f"id-{text[:20]}", "consent": "recorded", "messages": [{"role": "user", "content": text}], **more}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Collect these files' records; returns rows, manifest and rejects."""
+    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
+    tries = iter(range(1000))
+
+    def collect_files(files, *, overrides=(), order=None):
+        folder = tmp_path / f"try-{next(tries)}"
+        log = folder / "traffic"
+        log.mkdir(parents=True)
+        for name, records in files.items():
+            lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+            (log / name).write_text("\n".join(lines) + "\n")
+        sources = [str(log / name) for name in order or sorted(files)]
+        (folder / "s.toml").write_text(
+            f"root = 'root'\n[target]\nmodel = 'm'\n[collect]\nsources = {json.dumps(sources)}\nredaction = 'none'\n"
+        )
+        artifact = collect.run(load_config(folder / "s.toml", overrides))
+        rows = read_tables(artifact.folder, artifact.manifest.shards, PROMPTS).to_pylist()
+        rejects = [json.loads(line) for line in (artifact.folder / "rejects.jsonl").read_text().splitlines()]
+        return rows, artifact, rejects
+
+    return collect_files
+
+
+def test_only_records_that_carry_consent_are_kept_unless_allow_all_is_typed_out(run):
+    records = [user("a"), {**user("b"), "consent": None}, {k: v for k, v in user("c").items() if k != "consent"}]
+    rows, artifact, _ = run({"a.jsonl": records})
+    assert [json.loads(r["messages"])[0]["content"] for r in rows] == ["a"]
+    assert artifact.manifest.rejects == {"no_consent": 2}
+    assert len(run({"a.jsonl": records}, overrides=["collect.consent=allow_all"])[0]) == 3
+
+
+def test_nothing_is_collected_before_someone_types_that_no_redaction_is_needed(run):
+    with pytest.raises(ConfigError, match="no redactor ships yet"):
+        run({"a.jsonl": [user("a")]}, overrides=["collect.redaction=required"])
+
+
+def test_equal_prompts_become_one_row_that_stands_for_all_of_them(run):
+    records = [user("same", subject=f"s{n}") for n in range(5)] + [user("other", subject="s0")]
+    rows, artifact, _ = run({"a.jsonl": records})
+    assert sorted(r["weight"] for r in rows) == [1, 5]
+    assert artifact.manifest.counts["kept_records"] == 6
+
+
+def test_the_same_records_give_the_same_bytes_in_any_order_of_files(run):
+    files = {f"{n}.jsonl": [user(f"text {k % 30}", subject=f"s{k}") for k in range(n, 90, 3)] for n in range(3)}
+    files["1.jsonl"].append("{broken")
+    first = run(files, order=["0.jsonl", "1.jsonl", "2.jsonl"])
+    second = run(files, order=["2.jsonl", "0.jsonl", "1.jsonl"])
+    assert first[0] == second[0]
+    assert first[1].manifest.content_id == second[1].manifest.content_id
+    assert first[1].id == second[1].id
+
+
+def test_order_inside_a_file_changes_nothing_but_where_a_row_says_it_is_from(run):
+    records = [user(f"text {k % 20}", subject=f"s{k % 7}", temperature=0.0) for k in range(60)]
+    shuffled = random.Random(0).sample(records, len(records))
+    rows, shuffled_rows = run({"a.jsonl": records})[0], run({"a.jsonl": shuffled})[0]
+    assert [{**r, "source": ""} for r in rows] == [{**r, "source": ""} for r in shuffled_rows]
+
+
+def test_changed_content_is_other_work_and_unchanged_content_is_skipped(run, tmp_path):
+    first = run({"a.jsonl": [user("a")]})[1]
+    assert run({"a.jsonl": [user("a")]})[1].id == first.id
+    assert run({"a.jsonl": [user("b")]})[1].id != first.id
+    assert run({"a.jsonl": [user("a")]}, overrides=["collect.gate_share=0.3"])[1].id != first.id
+
+
+def test_a_subject_is_in_exactly_one_set(run):
+    rows = run({"a.jsonl": [user(f"question {n}", subject=f"s{n % 40}") for n in range(400)]})[0]
+    sets = {}
+    for row in rows:
+        sets.setdefault(row["conversation"], set()).add(row["split"])
+    assert len(sets) == 40
+    assert all(len(splits) == 1 for splits in sets.values())
+    assert {row["split"] for row in rows} == {"train", "validation", "gate"}
+
+
+def test_turns_of_a_conversation_that_has_no_name_share_a_set(run):
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+    later = [*opening, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
+    rows = run({"a.jsonl": [{"consent": "recorded", "messages": m} for m in (opening, later)]})[0]
+    assert len(rows) == 2
+    assert len({row["conversation"] for row in rows}) == 1
+
+
+def test_no_subject_and_no_text_leaves_in_a_reject_or_a_hash(run):
+    records = [
+        user("my secret", subject="anna@example.org", n=3),
+        "{my secret",
+        user("fine", subject="anna@example.org"),
+    ]
+    rows, artifact, rejects = run({"a.jsonl": records}, overrides=["collect.max_reject_share=1.0"])
+    written = (artifact.folder / "rejects.jsonl").read_text() + json.dumps([{**r, "messages": ""} for r in rows])
+    assert len(rejects) == 2
+    assert "anna" not in written
+    assert "secret" not in written.replace("id-my secret", "")
+
+
+def test_sampling_keeps_a_fixed_part_that_a_larger_one_contains(run):
+    files = {"a.jsonl": [user(f"text {n}") for n in range(50)]}
+    small = {r["row_id"] for r in run(files, overrides=["collect.max_prompts=10"])[0]}
+    large, artifact, _ = run(files, overrides=["collect.max_prompts=30"])
+    assert len(small) == 10
+    assert small < {r["row_id"] for r in large}
+    assert (artifact.manifest.counts["distinct_prompts"], artifact.manifest.counts["prompts"]) == (50, 30)
+
+
+def test_what_cannot_be_asked_again_is_rejected_by_its_reason(run):
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    records = [
+        user("keep"),
+        {**user("x"), "messages": image},
+        user("several", n=2),
+        user("biased", params={"logit_bias": {"5": -100}}),
+        user("json", response_format={"type": "json_schema"}),
+        {"consent": "recorded", "route": "completions", "prompt": "Once upon"},
+        {"consent": "recorded", "messages": [{"role": "system", "content": "s"}]},
+        {"consent": "recorded", "messages": "hello"},
+        user("odd", temperature=float("nan")),
+        user("lone \ud800 surrogate"),
+    ]
+    rows, artifact, rejects = run({"a.jsonl": records}, overrides=["collect.max_reject_share=1.0"])
+    assert len(rows) == 1
+    assert artifact.manifest.rejects == {
+        "unsupported_content": 1,
+        "unsupported_n": 1,
+        "unsupported_logit_bias": 1,
+        "unsupported_structured_output": 1,
+        "unsupported_raw_prompt": 1,
+        "no_user_turn": 1,
+        "malformed_messages": 1,
+        "malformed_temperature": 1,
+        "not_unicode": 1,
+    }
+    assert [r["line"] for r in rejects] == list(range(2, 11))
+
+
+def test_too_many_rejects_stop_the_stage_but_missing_consent_does_not(run):
+    broken = ["{"] * 3 + [user(f"t{n}") for n in range(7)]
+    with pytest.raises(StageError, match=r"3 of 10 .*not_json 3.*a\.jsonl:1"):
+        run({"a.jsonl": broken})
+    without = [{**user(f"w{n}"), "consent": None} for n in range(9)]
+    assert len(run({"a.jsonl": [*without, user("one")]})[0]) == 1
+    with pytest.raises(StageError, match="none of 9 records"):
+        run({"a.jsonl": without})
+
+
+def test_text_that_a_proxy_cut_is_rejected_and_a_question_about_truncation_is_not(run):
+    cut = "x" * 420 + "... (truncated 800 chars) ..." + "y" * 780
+    proxy = "x" * 40 + "... (litellm_truncated skipped 165 chars. Full text elsewhere) ..." + "y" * 60
+    base64 = "look: [base64 image/png truncated]"
+    kept = ["Why is my log truncated?", "Explain (truncated) normal distributions ...", "a [base64] string, truncated"]
+    records = [user(t) for t in (cut, proxy, base64, *kept)]
+    rows, artifact, _ = run({"a.jsonl": records}, overrides=["collect.max_reject_share=0.5"])
+    assert artifact.manifest.rejects == {"truncated_at_source": 3}
+    assert sorted(json.loads(r["messages"])[0]["content"] for r in rows) == sorted(kept)
+
+
+def test_tools_as_a_list_and_as_text_are_one_prompt_and_malformed_ones_none(run):
+    turns = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    absent = [{k: v for k, v in t.items() if v is not None} for t in turns]
+    records = [
+        {"consent": "recorded", "messages": turns, "tools": TOOLS},
+        {"consent": "recorded", "messages": absent, "tools": json.dumps(TOOLS)},
+        {"consent": "recorded", "messages": turns, "tools": "[{"},
+    ]
+    rows, artifact, _ = run({"a.jsonl": records}, overrides=["collect.max_reject_share=0.5"])
+    assert artifact.manifest.rejects == {"malformed_tools": 1}
+    assert [(row["weight"], json.loads(row["tools"])) for row in rows] == [(2, TOOLS)]
+    messages = json.loads(rows[0]["messages"])
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool"]  # the logged answer is not asked again
+    assert messages[1]["content"] == ""
+    assert "None" not in rows[0]["messages"]
+
+
+def test_columns_are_the_same_whatever_the_rows_hold_and_structure_survives(run):
+    plain = [user(f"plain {n}") for n in range(1000)]
+    parts = [user("x", messages=[{"role": "user", "content": [{"type": "text", "text": "in parts"}]}])]
+    calls = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "r"},
+    ]
+    files = {"a.jsonl": plain, "b.jsonl": parts, "c.jsonl": [user("y", messages=calls)]}
+    rows, artifact, _ = run(files, order=["c.jsonl", "b.jsonl", "a.jsonl"])
+    schema = pq.read_schema(artifact.folder / "prompts-00000.parquet")
+    assert schema.equals(PROMPTS)
+    assert schema.field("messages").type == pa.string()
+    assert len(rows) == 1002
+    kept = [json.loads(row["messages"]) for row in rows]
+    assert parts[0]["messages"] in kept
+    assert calls in kept
+
+
+def test_a_reply_that_was_only_reasoning_keeps_its_prompt_and_is_not_used(run):
+    reply = {"choices": [{"message": {"content": "", "reasoning": "long thoughts"}, "finish_reason": "length"}]}
+    rows, artifact, _ = run({"a.jsonl": [user("think", response=reply)]})
+    assert len(rows) == 1
+    assert b"long thoughts" not in (artifact.folder / "prompts-00000.parquet").read_bytes()
+
+
+def test_sampling_settings_come_from_params_or_from_the_record():
+    message = {"messages": [{"role": "user", "content": "a"}]}
+    tap = canonical_request({**message, "params": {"temperature": 0.0, "top_p": 0.5, "max_tokens": 7}, "max_tokens": 9})
+    log = canonical_request({**message, "temperature": 0.25, "max_completion_tokens": 12})
+    bare = canonical_request({"prompt": "a"})
+    assert (tap.temperature, tap.top_p, tap.max_tokens) == (0.0, 0.5, 7)
+    assert (log.temperature, log.top_p, log.max_tokens) == (0.25, 1.0, 12)
+    assert (bare.temperature, bare.max_tokens) == (1.0, None)
+    assert tap.messages == log.messages == bare.messages
+    with pytest.raises(Rejected, match="malformed_max_tokens"):
+        canonical_request({**message, "max_tokens": "many"})

@@ -1,0 +1,82 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config, load_config
+from pipeline.errors import ConfigError
+
+INFRA = Path(__file__).resolve().parents[2] / "infra"
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "slipstream.toml"
+    path.write_text('root = "runs"\n[target]\nmodel = "model"\n[train]\nsteps = 10\n')
+    return path
+
+
+def test_an_override_takes_the_place_of_the_file_and_bare_words_are_text(toml):
+    config = load_config(toml, ["train.steps=20", "workload=mails", "collect.consent=allow_all", "train.seed=3"])
+    assert (config.train.steps, config.workload, config.train.seed) == (20, "mails", 3)
+    assert config.collect.consent == "allow_all"
+
+
+def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, tmp_path):
+    config = load_config(toml, ['collect.sources=["traffic", "/abs/log.jsonl"]'])
+    assert config.root == tmp_path / "runs"
+    assert config.target.model == tmp_path / "model"
+    assert config.collect.sources == (tmp_path / "traffic", Path("/abs/log.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stepz=5", ["train.stepz", "Extra inputs"]),
+        ("nonsense.key=5", ["nonsense", "Extra inputs"]),
+        ("train.steps=-1", ["train.steps", "greater than 0", "-1"]),
+        ("train.optimizer=sgd", ["train.optimizer", "'muon' or 'adamw'", "sgd"]),
+        ("workload=Has Spaces", ["workload", "Has Spaces"]),
+        ("train.steps", ["expected table.key=value"]),
+        ("root.a.b=1", ["root is a value, not a table"]),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_with_what_was_expected(toml, override, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(toml, [override])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_every_wrong_setting_is_named_at_once(toml):
+    with pytest.raises(ConfigError, match="2 setting") as error:
+        load_config(toml, ["train.steps=0", "gate.confidence=2"])
+    assert "train.steps" in str(error.value) and "gate.confidence" in str(error.value)
+
+
+def test_a_missing_and_a_broken_file_say_which(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.toml: no such config file"):
+        load_config(tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("[target\n")
+    with pytest.raises(ConfigError, match=r"broken.toml: not valid TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_a_config_cannot_change_after_it_was_read(toml):
+    with pytest.raises(Exception, match="frozen"):
+        load_config(toml).train.steps = 5
+
+
+def test_in_a_ray_upload_paths_must_be_absolute(tmp_path):
+    upload = tmp_path / "runtime_resources" / "working_dir_files" / "pkg"
+    upload.mkdir(parents=True)
+    (upload / "s.toml").write_text('root = "runs"\n[target]\nmodel = "/models/m"\n')
+    with pytest.raises(ConfigError, match="must be absolute in a Ray job"):
+        load_config(upload / "s.toml")
+    assert load_config(upload / "s.toml", ["root=/shared/runs"]).root == Path("/shared/runs")
+
+
+@pytest.mark.parametrize("path", sorted(INFRA.rglob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_read_and_every_key_in_it_is_known(path):
+    config = load_config(path)
+    assert isinstance(config, Config)
+    assert set(tomllib.loads(path.read_text())) <= set(Config.model_fields)
