@@ -1,6 +1,5 @@
 """Start one stock vLLM server with our middleware and worker extension, and stop it again."""
 
-import ctypes
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from serving.engine.versions import installed_vllm
 from serving.errors import LaunchError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+SUPERVISOR = CHECKOUT / "serving" / "supervise.py"
 EXTENSION = "serving.engine.swap.DrafterSwap"
 MIDDLEWARE = ("serving.control.ControlEndpoint", "serving.tap.TrafficTap")
 
@@ -94,13 +94,12 @@ class VllmServer:
         started = time.monotonic()
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                self.command(),
+                [sys.executable, "-S", str(SUPERVISOR), *self.command()],
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
         try:
             self._wait_healthy(started + timeout_s)
@@ -115,16 +114,12 @@ class VllmServer:
         process, self.process = self.process, None
         if process is None:
             return
-        for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                process.wait(wait_s)
-            except subprocess.TimeoutExpired:
-                continue
-        process.wait()
+        process.stdin.close()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def command(self) -> list[str]:
         """The command line: stock vLLM and its official options."""
@@ -190,8 +185,3 @@ class VllmServer:
                 pass
             time.sleep(0.1)
         raise LaunchError(f"{self.base_url} was not healthy in time; the end of {self.log}:\n{self.log_tail()}")
-
-
-def _die_with_parent() -> None:
-    # Linux: the kernel ends the server when the process that started it dies, however it dies.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
