@@ -49,19 +49,26 @@ def block_loss(
     slot_weights: SlotWeights,
     *,
     normalizer: float,
+    logit_offset: Tensor | None = None,  # [V], added to every slot's logits
 ) -> tuple[Tensor, Tensor]:
     """The weighted cross-entropy summed over blocks and divided by ``normalizer``, and its parts.
 
     Returns (loss [], slot cross-entropy and argmax hits stacked [2, N, K], without gradient).
     """
-    loss, parts = _BlockLoss.apply(hidden, head, labels, slot_weights, normalizer)
+    loss, parts = _BlockLoss.apply(hidden, head, labels, slot_weights, normalizer, logit_offset)
     return loss, parts
 
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, slot_weights: SlotWeights, normalizer: float
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        slot_weights: SlotWeights,
+        normalizer: float,
+        logit_offset: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         N, K, H = hidden.shape
         gradient = torch.empty_like(hidden)
@@ -71,7 +78,7 @@ class _BlockLoss(torch.autograd.Function):
         for start in range(0, N, blocks):
             chunk = slice(start, start + blocks)
             h, target = hidden[chunk].reshape(-1, H), labels[chunk].reshape(-1, 1)
-            logits = h @ head.T  # [n*K, V]
+            logits = h @ head.T if logit_offset is None else torch.addmm(logit_offset, h, head.T)  # [n*K, V]
             top = logits.max(dim=-1, keepdim=True)
             at_label = logits.gather(1, target)
             probabilities = logits.sub_(top.values).exp_()  # in place: still unnormalised
@@ -92,4 +99,4 @@ class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, grad_parts: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None
+        return gradient * grad_loss, None, None, None, None, None

@@ -21,6 +21,7 @@ from drafter.model import Drafter
 from drafter.optim import Optimizer, learning_rate_scale
 from drafter.order import Order
 from drafter.shape import cold_shape, read_target_shape
+from drafter.vocabulary import Candidates, Vocabulary
 from drafter.walk import walk
 from pipeline.artifacts import (
     DrafterCheckpoint,
@@ -209,6 +210,12 @@ def train_loop(
     order = Order(len(rows), max(1, config.blocks_per_step // config.anchors_per_row), config.seed)
     optimizer = Optimizer(drafter.named_parameters(), kind=config.optimizer, learning_rate=config.learning_rate)
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
+    vocabulary = Vocabulary(
+        frozen.head,
+        num_sampled=config.sampled_vocabulary,
+        occurring=(row.ids[row.num_prompt_tokens :] for row in rows),
+        seed=config.seed,
+    )
     progress = _resume(folder, drafter, optimizer)
     if progress.best is None:
         _measure(progress, drafter, frozen, validation, folder, rank, {"step": 0.0})
@@ -218,7 +225,9 @@ def train_loop(
         anchors = order.anchors_of(rows, picks, limit=config.anchors_per_row, block_size=drafter.shape.block_size)
         num_blocks = sum(len(a) for a in anchors)
         share = [(rows[row], drawn) for (_, row), drawn in zip(picks, anchors, strict=True) if len(drawn)][rank::world]
-        loss, hits = backward(drafter, frozen, share, slot_weights, normalizer=num_blocks)
+        loss, hits = backward(
+            drafter, frozen, share, slot_weights, normalizer=num_blocks, candidates=vocabulary.at(progress.step)
+        )
         _sum_gradients(drafter, world)
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.grad_clip)
         if not torch.isfinite(norm):
@@ -250,6 +259,7 @@ def backward(
     slot_weights: SlotWeights,
     *,
     normalizer: float,
+    candidates: Candidates | None = None,
 ) -> tuple[float, Tensor]:
     """Add the gradient of these rows and their anchors; returns their loss and the share of hits per slot, [K]."""
     if not share:
@@ -263,7 +273,15 @@ def backward(
         frozen.embedding[drafter.shape.mask_token_id],
     )
     real = batch.is_real
-    loss, parts = block_loss(hidden[real], frozen.head, batch.labels[real], slot_weights, normalizer=normalizer)
+    candidates = candidates or Candidates(frozen.head, None, None)
+    loss, parts = block_loss(
+        hidden[real],
+        candidates.head,
+        candidates.labels(batch.labels[real]),
+        slot_weights,
+        normalizer=normalizer,
+        logit_offset=candidates.logit_offset,
+    )
     loss.backward()
     return float(loss.detach()), parts[1].mean(dim=0)
 
