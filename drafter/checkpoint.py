@@ -40,11 +40,11 @@ def cold_start(shape: DrafterShape, frozen: FrozenTarget, *, seed: int) -> Draft
 def load_drafter(folder: Path) -> tuple[Drafter, dict[str, Any]]:
     """A drafter in float32 and its config.json as it stands.
 
-    Raises: SchemaError on missing, extra, misshapen or non-finite tensors; ConfigError on a shape that this
+    Raises: SchemaError on a cut file, missing, extra, misshapen or non-finite tensors; ConfigError on a shape that this
     trainer does not run.
     """
     folder = Path(folder)
-    config = json.loads((folder / CONFIG).read_text())
+    config = _read_config(folder / CONFIG)
     drafter = Drafter(shape_of(config, where=str(folder / CONFIG)))
     tensors = _read_tensors(folder / WEIGHTS)
     expected = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
@@ -71,6 +71,13 @@ def save_drafter(folder: Path, drafter: Drafter, config: dict[str, Any] | None =
         os.fsync(file.fileno())
     publish(temporary, folder / WEIGHTS)
     return folder / CONFIG, folder / WEIGHTS
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SchemaError(f"{path}: not a readable drafter config ({error})")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

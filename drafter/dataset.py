@@ -38,7 +38,7 @@ class Batch:
     """Rows with the anchors drawn for them, padded to one length."""
 
     states: Tensor  # [D, T, F]
-    anchors: Tensor  # int64 [D, A]; padding repeats a row's first anchor
+    anchors: Tensor  # int64 [D, A]; 1 where it is padding
     is_real: Tensor  # bool [D, A]
     anchor_ids: Tensor  # int64 [D, A]
     labels: Tensor  # int64 [D, A, B - 1]

@@ -23,7 +23,7 @@ def decay_weights(block_size: int, gamma: float | None = None) -> SlotWeights:
     """
     if gamma is None:
         gamma = {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 7.0 * block_size / 16))
-    weights = torch.exp(-torch.arange(block_size - 1) / gamma)
+    weights = torch.exp(-torch.arange(block_size - 1, dtype=torch.float64) / gamma)
     return lambda cross_entropy: weights.to(cross_entropy).expand_as(cross_entropy)
 
 

@@ -14,6 +14,18 @@ from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
+_NEEDED = (
+    "block_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_target_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
 
 
 class DrafterShape(Frozen):
@@ -189,7 +201,10 @@ def config_of(shape: DrafterShape) -> dict[str, Any]:
 
 
 def _rope_theta(config: dict[str, Any]) -> float:
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    theta, nested = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None and nested is not None and float(theta) != float(nested):
+        raise ConfigError(f"config.json: rope_theta = {theta}, but rope_parameters.rope_theta = {nested}; keep one")
+    theta = theta or nested
     if theta is None:
         raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta: write it out")
     return float(theta)
@@ -197,10 +212,15 @@ def _rope_theta(config: dict[str, Any]) -> float:
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     dflash = config.get("dflash_config") or {}
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    layer_ids = list(dflash.get("target_layer_ids") or [])
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    absent = [name for name in _NEEDED if config.get(name) is None]
     found = {
         f"architectures = {config.get('architectures')}": config.get("architectures") != [ARCHITECTURE],
-        "no dflash_config.target_layer_ids": not dflash.get("target_layer_ids"),
+        f"no {', '.join(absent)}": bool(absent),
+        "no dflash_config.target_layer_ids": not layer_ids,
+        # vLLM sorts the layers that it captures, so fc would read permuted states
+        f"unsorted or repeated target_layer_ids {layer_ids}": layer_ids != sorted(set(layer_ids)),
         "no dflash_config.mask_token_id": dflash.get("mask_token_id") is None,
         "no block_size": not config.get("block_size"),
         "sliding or mixed layers": set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}

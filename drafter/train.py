@@ -33,6 +33,7 @@ from pipeline.artifacts import (
 )
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, FingerprintError, StageError
+from pipeline.shards import fsync_file
 from pipeline.stages import Artifact, complete
 
 logger = logging.getLogger("slipstream")
@@ -228,7 +229,7 @@ def train_loop(
         loss, hits = backward(
             drafter, frozen, share, slot_weights, normalizer=num_blocks, candidates=vocabulary.at(progress.step)
         )
-        _sum_gradients(drafter, world)
+        loss, hits = _sum_over_processes(drafter, world, loss, hits)
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.grad_clip)
         if not torch.isfinite(norm):
             raise StageError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
@@ -241,7 +242,7 @@ def train_loop(
             point = {
                 "step": float(progress.step),
                 "loss": loss,
-                "slot1_accuracy": float(hits[0]),
+                "slot1_accuracy": float(hits[0]) / max(1, num_blocks),
                 "learning_rate": config.learning_rate * scale,
                 "blocks_per_s": num_blocks / per_step,
                 "remaining_s": per_step * (config.steps - progress.step),
@@ -261,7 +262,7 @@ def backward(
     normalizer: float,
     candidates: Candidates | None = None,
 ) -> tuple[float, Tensor]:
-    """Add the gradient of these rows and their anchors; returns their loss and the share of hits per slot, [K]."""
+    """Add the gradient of these rows and their anchors; returns their loss and the number of hits per slot, [K]."""
     if not share:
         return 0.0, torch.zeros(drafter.shape.num_draft_tokens)
     rows, anchors = zip(*share, strict=True)
@@ -283,7 +284,7 @@ def backward(
         logit_offset=candidates.logit_offset,
     )
     loss.backward()
-    return float(loss.detach()), parts[1].mean(dim=0)
+    return float(loss.detach()), parts[1].sum(dim=0)
 
 
 def slot_weights_of(config: TrainConfig, block_size: int) -> SlotWeights:
@@ -293,13 +294,17 @@ def slot_weights_of(config: TrainConfig, block_size: int) -> SlotWeights:
     return decay_weights(block_size, config.decay_gamma)
 
 
-def _sum_gradients(drafter: Drafter, world: int) -> None:
+def _sum_over_processes(drafter: Drafter, world: int, loss: float, hits: Tensor) -> tuple[float, Tensor]:
+    """Make every process's gradients those of the whole step; returns the loss and the hits of the whole step."""
     if world == 1:
-        return
+        return loss, hits
     for parameter in drafter.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
+    totals = torch.cat([torch.tensor([loss]), hits.cpu()]).to(next(drafter.parameters()))
+    dist.all_reduce(totals)
+    return float(totals[0]), totals[1:]
 
 
 def _measure(
@@ -354,4 +359,5 @@ def _resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
 def _save_torch(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     torch.save(value, temporary)
+    fsync_file(temporary)
     publish(temporary, path)

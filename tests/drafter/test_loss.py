@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+import toys
+
+from bench.plain_reference import decay, dpace, full_logit_loss
+from drafter import loss as loss_module
+from drafter.loss import block_loss, decay_weights, dpace_weights
+
+WEIGHTINGS = {
+    "decay": (decay_weights(8), decay(4.0), 7),
+    "decay with a gamma": (decay_weights(4, 1.7), decay(1.7), 3),
+    "dpace": (dpace_weights(0.5), dpace(0.5), 7),
+    "dpace, little smoothing": (dpace_weights(0.05), dpace(0.05), 3),
+}
+
+
+def problem(num_blocks, K, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_blocks, K, 16, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, toys.VOCAB, (num_blocks, K), generator=generator)
+    return hidden, toys.frozen().head, labels
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 500, 1 << 23], ids=["a block a chunk", "uneven chunks", "one chunk"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_value_and_gradient_are_those_of_whole_logits(weighting, chunk_logits, monkeypatch):
+    monkeypatch.setattr(loss_module, "_CHUNK_LOGITS", chunk_logits)
+    slot_weights, weigh, K = WEIGHTINGS[weighting]
+    hidden, head, labels = problem(5, K)
+    a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    found, parts = block_loss(a, head, labels, slot_weights, normalizer=5)
+    expected = full_logit_loss(b, head, labels, weigh, 5)
+    (3 * found).backward()
+    (3 * expected).backward()
+    assert abs(float(found.detach()) - float(expected.detach())) < 1e-9
+    assert (a.grad - b.grad).abs().max() < 1e-9
+    logits = hidden @ head.T
+    cross_entropy = -torch.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
+    assert torch.allclose(parts[0], cross_entropy, atol=1e-9)
+    assert torch.equal(parts[1], (logits.argmax(-1) == labels).double())
+    assert head.grad is None
+
+
+def test_decay_weights_are_the_published_ones():
+    # gamma 7, 5 and 4 for blocks of 16, 10 and 8 (DFlash): weight of the second slot, and of the last
+    for block_size, gamma in ((16, 7), (10, 5), (8, 4)):
+        weights = decay_weights(block_size)(torch.zeros(2, block_size - 1, dtype=torch.float64))
+        assert weights.shape == (2, block_size - 1)
+        assert weights[0, 0] == 1
+        assert float(weights[1, 1]) == pytest.approx(math.exp(-1 / gamma), abs=1e-12)
+        assert float(weights[1, -1]) == pytest.approx(math.exp(-(block_size - 2) / gamma), abs=1e-12)
+
+
+def test_dpace_weights_counted_by_hand():
+    # confidences 0.8, 0.5, 0.2; alpha 0.5: smoothed 0.9, 0.75, 0.6; reached 0.9, 0.675, 0.405
+    cross_entropy = -torch.tensor([[0.8, 0.5, 0.2], [1.0, 1.0, 1.0]], dtype=torch.float64).log()
+    weights = dpace_weights(0.5)(cross_entropy)
+    assert weights[0].tolist() == pytest.approx([1.98, 1.08, 0.405], abs=1e-12)
+    assert weights[1].tolist() == pytest.approx([3, 2, 1], abs=1e-12)
+
+
+def test_dpace_without_smoothing_is_the_gradient_of_the_expected_accepted_length():
+    log_q = torch.tensor([[-0.3, -1.2, -0.1, -0.7]], dtype=torch.float64, requires_grad=True)
+    log_q.cumsum(-1).exp().sum().backward()
+    assert torch.allclose(dpace_weights(0.0)(-log_q.detach()), log_q.grad, atol=1e-12)
+
+
+def test_the_loss_does_not_depend_on_how_blocks_are_grouped():
+    # A row with 2 blocks and one with 200, whether together, apart, or dealt to two ranks: each block weighs the same.
+    hidden, head, labels = problem(202, 3)
+    labels[:], weights = 7, dpace_weights(0.5)
+    groupings = {
+        "together": [slice(0, 202)],
+        "by row": [slice(0, 2), slice(2, 202)],
+        "two ranks": [slice(0, 202, 2), slice(1, 202, 2)],
+    }
+    results = {}
+    for name, groups in groupings.items():
+        x = hidden.clone().requires_grad_()
+        losses = [block_loss(x[g], head, labels[g], weights, normalizer=202)[0] for g in groups]
+        sum(losses).backward()
+        results[name] = (float(sum(losses).detach()), x.grad)
+    for value, gradient in results.values():
+        assert value == pytest.approx(results["together"][0], abs=1e-12)
+        assert torch.allclose(gradient, results["together"][1], atol=1e-12)
+
+
+def test_rows_of_one_loss_report_that_loss_in_every_grouping():
+    # Weight 1 and cross-entropy log(32) everywhere (a head of zeros): the loss a block is 3 log 32.
+    hidden, head, labels = problem(202, 3)
+    for groups in ([slice(0, 202)], [slice(0, 2), slice(2, 202)]):
+        total = sum(
+            float(block_loss(hidden[g], head * 0, labels[g], torch.ones_like, normalizer=202)[0]) for g in groups
+        )
+        assert total == pytest.approx(3 * math.log(32), abs=1e-9)

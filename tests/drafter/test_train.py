@@ -1,0 +1,225 @@
+import json
+import math
+import time
+
+import pytest
+import tiny
+import torch
+import torch.multiprocessing as mp
+import toys
+import two_processes
+
+from drafter import train
+from drafter.checkpoint import load_drafter, save_drafter
+from drafter.optim import Optimizer
+from drafter.shape import config_of
+from drafter.walk import WalkCounts, walk
+from pipeline.artifacts import DrafterCheckpoint, commit
+from pipeline.errors import ConfigError, FingerprintError, StageError
+from pipeline.stages import Artifact
+
+
+def states(root, **changes):
+    rows = [("train", toys.counting_row(3 * i, 18 + i, 3)) for i in range(6)]
+    rows += [("validation", toys.counting_row(5 * i + 1, 20, 4)) for i in range(3)]
+    return toys.cache(root, rows, **changes)
+
+
+@pytest.fixture
+def site(tmp_path):
+    toys.target_folder(tmp_path / "target")
+    return tmp_path
+
+
+def measured(manifest):
+    """The curve without its clock."""
+    return [{k: v for k, v in point.items() if k not in ("blocks_per_s", "remaining_s")} for point in manifest.curve]
+
+
+def run(root, **settings):
+    return train.run(toys.config(root, **settings), states(root), start=None, role="champion")
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing catches it."""
+
+
+@pytest.mark.parametrize("killed_after", [4, 5, 7], ids=["at a checkpoint", "between checkpoints", "near the end"])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(killed_after, site, monkeypatch):
+    taken, step = [], Optimizer.step
+
+    def stepping(self, scale):
+        step(self, scale)
+        taken.append(scale)
+        if len(taken) == killed_after + 1:
+            raise Killed
+
+    other = toys.target_folder(site / "other" / "target").parent
+    straight = run(other, warmup_share=0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", stepping)
+        with pytest.raises(Killed):
+            run(site, warmup_share=0.25)
+        resumed = run(site, warmup_share=0.25)
+    require_same(resumed, straight)
+    # warm-up of 2 steps, then a cosine over 6: the rate goes on where the checkpoint was, it is not warmed up again
+    scales = [0.5, 1.0] + [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(6)]
+    last_checkpoint = killed_after // 2 * 2
+    assert taken == pytest.approx(scales[: killed_after + 1] + scales[last_checkpoint:])
+
+
+def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends_the_same(site, monkeypatch):
+    other = toys.target_folder(site / "other" / "target").parent
+    straight = run(other)
+    saves, save = [], train._save
+
+    def saving(*arguments):
+        saves.append(1)
+        if len(saves) == 3:
+            raise Killed
+        save(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_save", saving)
+        with pytest.raises(Killed):
+            run(site)
+    require_same(run(site), straight)
+
+
+def require_same(resumed, straight):
+    """Weight for weight, and all that was measured on the way."""
+    for name in ("model.safetensors", "config.json"):
+        assert (resumed.folder / name).read_bytes() == (straight.folder / name).read_bytes()
+    assert measured(resumed.manifest) == measured(straight.manifest)
+    assert resumed.manifest.walk == straight.manifest.walk
+    assert sorted(p.name for p in resumed.folder.iterdir()) == sorted(p.name for p in straight.folder.iterdir())
+
+
+def test_training_learns_and_a_second_run_finds_it_done(site, monkeypatch):
+    settings = {"steps": 60, "checkpoint_every": 20, "learning_rate": 0.02}
+    first = run(site, **settings)
+    lengths = [point["walk_acceptance_length"] for point in first.manifest.curve]
+    assert lengths[0] < 1.3 and lengths[-1] > 2.5, lengths
+    assert first.manifest.curve[-1]["loss"] < 0.5 * first.manifest.curve[1]["loss"]
+    assert first.manifest.walk["acceptance_length"] == max(lengths)
+    assert first.manifest.counts == {"train_rows": 6, "validation_rows": 3, "steps": 60}
+    monkeypatch.setattr(train, "train_in", lambda *a: pytest.fail("trained again"))
+    assert run(site, **settings).id == first.id
+
+
+def test_the_step_with_the_best_walk_is_kept(tmp_path, monkeypatch):
+    lengths, weights = iter([0, 4, 9, 3, 9]), []
+
+    def scripted(model, frozen, rows):
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return WalkCounts(1, 20, 10, next(lengths), [0, 0, 0]), {}
+
+    monkeypatch.setattr(train, "walk", scripted)
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    rows = [toys.counting_row(3 * i, 18, 3) for i in range(3)]
+    progress = train.train_loop(model, frozen, rows, rows, toys.config(tmp_path).train, tmp_path)
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert progress.best["step"] == 4 and progress.best["acceptance_length"] == pytest.approx(1.9)
+    assert all(torch.equal(best[name], weights[2][name]) for name in best)
+    assert not torch.equal(best["fc.weight"], weights[4]["fc.weight"])
+
+
+def start_from(root, *, fingerprint=toys.FINGERPRINT, mask_token_id=30):
+    shape = toys.shape(
+        hidden_size=10, num_hidden_layers=1, target_hidden_size=10, mask_token_id=mask_token_id, block_size=5
+    )
+    folder = root / "drafters" / "start"
+    save_drafter(folder, toys.drafter(shape, dtype=torch.float32), {**config_of(shape), "release": "kept"})
+    manifest = DrafterCheckpoint(
+        derivation_id="start",
+        parents={},
+        fingerprint=fingerprint,
+        role="champion",
+        block_size=5,
+        mask_token_id=mask_token_id,
+    )
+    commit(folder, manifest)
+    return Artifact(folder, manifest)
+
+
+def test_a_warm_start_keeps_the_drafters_own_config_and_mask_token(site):
+    start = start_from(site)
+    trained = train.run(toys.config(site), states(site), start=start, role="challenger")
+    assert trained.manifest.mask_token_id == 30, "the checkpoint's, though the configuration says 31"
+    assert (trained.folder / "config.json").read_text() == (start.folder / "config.json").read_text()
+    assert trained.manifest.parents == {"states": "cache", "start": "start"}
+    model, _ = load_drafter(start.folder)
+    counts, _ = walk(model, train.read_frozen(site / "target"), train.read_rows(states(site), "validation"))
+    assert trained.manifest.curve[0]["walk_acceptance_length"] == counts.acceptance_length
+
+
+def test_layers_or_targets_that_differ_stop_the_run(site):
+    other_layers = toys.FINGERPRINT.model_copy(update={"target_layer_ids": (0, 2, 4)})
+    with pytest.raises(FingerprintError, match=r"\[0, 2, 4\].*\[1, 2, 3\]"):
+        train.run(toys.config(site), states(site, fingerprint=other_layers), start=None, role="champion")
+    other_target = toys.FINGERPRINT.model_copy(update={"weights": "other"})
+    start = start_from(site, fingerprint=other_target)
+    with pytest.raises(FingerprintError, match="other"):
+        train.run(toys.config(site), states(site, derivation="cache-2"), start=start, role="challenger")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([("validation", toys.row(20, 3))], "no train row"),
+        ([("train", toys.row(20, 18)), ("validation", toys.row(20, 3))], "no train row"),
+        ([("train", toys.row(20, 3)), ("gate", toys.row(20, 3, seed=1))], "no validation rows"),
+    ],
+    ids=["none", "none long enough", "nothing to measure on"],
+)
+def test_a_run_with_nothing_to_learn_never_starts(rows, words, site, monkeypatch):
+    monkeypatch.setattr(train, "train_loop", lambda *a: pytest.fail("started"))
+    with pytest.raises(StageError, match=words):
+        train.run(toys.config(site), toys.cache(site, rows), start=None, role="champion")
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    frozen.head[0, 0] = float("inf")
+    rows = [toys.counting_row(3, 18, 3)]
+    with pytest.raises(StageError, match="not finite"):
+        train.train_loop(model, frozen, rows, rows, toys.config(tmp_path).train, tmp_path)
+
+
+def test_the_configured_mask_token_wins_then_the_tokenizers_and_padding_never(site, caplog):
+    config = toys.config(site)
+    caplog.set_level("INFO", logger="slipstream")
+    assert train.resolve_mask_token(config) == 31
+    assert "31 from drafter.mask_token_id" in caplog.text
+    unset = config.model_copy(update={"drafter": config.drafter.model_copy(update={"mask_token_id": None})})
+    tiny._tokenizer(site / "target")
+    assert train.resolve_mask_token(unset) == tiny.MASK_TOKEN_ID
+    path = site / "target" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["mask_token"]
+    path.write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
+    with pytest.raises(ConfigError, match=r"set drafter\.mask_token_id"):
+        train.resolve_mask_token(unset)
+
+
+def test_two_processes_train_as_one_and_none_waits_for_one_without_rows(tmp_path):
+    names = ["rows for both", "short row", "a row a step"]
+    context = mp.start_processes(
+        two_processes.train_rank, (2, str(tmp_path), names), nprocs=2, join=False, start_method="spawn"
+    )
+    alone = {name: two_processes.train_case(name, tmp_path / f"{name}-1") for name in names}
+    deadline = time.monotonic() + 60
+    while not context.join(timeout=max(0.1, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the two processes hang")
+    for name, one in alone.items():
+        for rank in (0, 1):
+            two = torch.load(tmp_path / f"{name}-2-{rank}.pt", weights_only=True)
+            assert two["step"] == one["step"] == 5
+            for key, weight in one["weights"].items():
+                assert (two["weights"][key] - weight).abs().max() < 1e-6, (name, rank, key)
+            for a, b in zip(one["curve"][1:], two["curve"][1:], strict=True):
+                for value in ("loss", "slot1_accuracy", "walk_acceptance_length"):
+                    assert a[value] == pytest.approx(b[value], abs=1e-6), (name, rank, value)
