@@ -1,6 +1,7 @@
 """Engines of the target as Ray actors: started at first use, restarted when they die, kept between stages."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -16,7 +17,6 @@ logger = logging.getLogger("slipstream")
 
 # A batch that has taken this many engines down is given up.
 MAX_TRIES = 3
-NUM_THREADS = 2
 MAX_NUM_SEQS = 64
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class EnginePool:
             target_layer_ids=self._layer_ids,
             kv_cache_gib=self._config.regenerate.kv_cache_gib,
             max_num_seqs=MAX_NUM_SEQS,
-            num_threads=NUM_THREADS,
+            num_threads=max(1, len(os.sched_getaffinity(0)) // self._config.regenerate.num_engines),
         )
 
     def _revive(self, engine: int, batch: int, tries: int, error: ray.exceptions.RayError) -> None:
