@@ -70,11 +70,16 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 def first_champion(config: Config, checkpoint: Artifact[DrafterCheckpoint]) -> str:
     """The version of a checkpoint that nothing served before: registered, and champion without a rollout.
 
+    One that was champion before and has been replaced since keeps its version and changes nothing.
+
     Raises: ConfigError when another version is champion already; that one is replaced by a deploy alone.
     """
     registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
     champion = registry.alias(model, "champion")
     if champion is not None and registry.derivation(model, champion) != checkpoint.id:
+        for move in registry.history(model, "champion"):
+            if registry.derivation(model, move["version"]) == checkpoint.id:
+                return move["version"]
         raise ConfigError(
             f"{model}: version {champion} is champion already. To replace it, promote and deploy another; to start "
             "anew for other traffic, choose another `workload`"

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import deploy, init_drafter, loop, promote
 from jobs.engines import EnginePool
@@ -36,8 +34,9 @@ from serving.load import Driver, Reply, drive_sync
 
 logger = logging.getLogger("slipstream")
 
-NUM_MAILS = 480
-CLIENTS = 8
+ROOT = Path(__file__).resolve().parents[1]
+NUM_MAILS = 200
+CLIENTS = 16
 SWAP_CLIENTS = 4
 CONSENT = ("x-gateway-consent", "training")
 SUBJECT, SLICE = "x-gateway-subject", "x-gateway-topic"
@@ -73,30 +72,29 @@ def run(config: Config) -> dict[str, Any]:
         fetch_target(config.target.model)
     os.environ[config.serving.token_env] = token = secrets.token_hex(16)
     registry = Registry(config.promote.tracking_uri, config.root)
-    with ray_session():
-        with EnginePool(config, target_layer_ids=init_drafter.layers_of(config)) as engines:
-            with watch.step("init_drafter"):
-                champion = init_drafter.run(config, engines=engines)
-            engines.close()
-            server = _server(config, registry, token)
-            config = config.model_copy(
-                update={
-                    "evaluate": config.evaluate.model_copy(update={"server_url": server.base_url}),
-                    "serving": config.serving.model_copy(update={"replicas": (server.base_url,)}),
-                }
-            )
-            with server:
-                with watch.step("serve_traffic"):
-                    _serve_traffic(config, server)
-                with watch.step("collect_to_train"):
-                    learned = loop.learn(config, champion=champion, engines=engines)
-                    engines.close()
-                with watch.step("evaluate"):
-                    report, decision = loop.judge(config, learned)
-                with watch.step("promote"):
-                    version = promote.run(config, decision, learned.drafters["challenger"])
-                with watch.step("deploy_rollback_deploy"):
-                    swap = _deploy_under_load(config, server, version)
+    with ray_session(), EnginePool(config, target_layer_ids=init_drafter.layers_of(config)) as engines:
+        with watch.step("init_drafter"):
+            champion = init_drafter.run(config, engines=engines)
+        engines.close()
+        server = _server(config, registry, token)
+        config = config.model_copy(
+            update={
+                "evaluate": config.evaluate.model_copy(update={"server_url": server.base_url}),
+                "serving": config.serving.model_copy(update={"replicas": (server.base_url,)}),
+            }
+        )
+        with server:
+            with watch.step("serve_traffic"):
+                _serve_traffic(config, server)
+            with watch.step("collect_to_train"):
+                learned = loop.learn(config, champion=champion, engines=engines)
+                engines.close()
+            with watch.step("evaluate"):
+                report, decision = loop.judge(config, learned)
+            with watch.step("promote"):
+                version = promote.run(config, decision, learned.drafters["challenger"])
+            with watch.step("deploy_rollback_deploy"):
+                swap = _deploy_under_load(config, server, version)
     summary = {
         **{role: _measured(report.manifest.measured[role]) for role in learned.drafters},
         "target": {"model": config.target.model.name, "dtype": config.target.dtype, **_fingerprint(report)},
@@ -185,10 +183,15 @@ def _deploy_under_load(config: Config, server: VllmServer, version: str) -> dict
     releases: list[Release] = []
     with Driver(server.base_url, requests, concurrency=SWAP_CLIENTS) as driver:
         driver.wait_for(len(requests))
-        for step in (lambda: deploy.run(config), lambda: deploy.rollback(config), lambda: deploy.run(config, version)):
-            releases.append(step())
+        for move in (
+            lambda: deploy.run(config, version),
+            lambda: deploy.rollback(config),
+            lambda: deploy.run(config, version),
+        ):
+            releases.append(move())
             logger.info("demo: version %s serves (%s)", releases[-1].version, releases[-1].reason)
             driver.wait_for(len(driver.replies) + len(requests))
+    deploy.remember_champion(config, releases[-1])
     first: dict[int, list[int]] = {}
     changed = 0
     for reply in driver.replies:
@@ -234,7 +237,7 @@ def table(summary: dict[str, Any]) -> str:
             )
     gate, swap = summary["gate"], summary["swap"]
     lines += [
-        f"gate: {gate['decision']}, lift {gate['lift']:.2f} (95% interval {gate['ci_low']:.2f} to {gate['ci_high']:.2f})",
+        f"gate: {gate['decision']}, lift {gate['lift']:.2f} (95%: {gate['ci_low']:.2f} to {gate['ci_high']:.2f})",
         f"swap: pause {swap['pause_s']:.2f} s, {swap['failed_requests']} failed requests, "
         f"{swap['changed_outputs']} changed outputs of {swap['num_requests']}",
         f"time: {sum(summary['stage_seconds'].values()):.0f} s in all",

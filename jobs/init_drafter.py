@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from jobs import adopt, capture, collect, regenerate, train
 from jobs.engines import EnginePool
+from jobs.registry import Registry
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, write_durably
@@ -39,8 +40,9 @@ def run(config: Config, *, engines: Engines | None = None) -> Artifact[DrafterCh
     else:
         states = general_states(config, layers, engines=engines)
     checkpoint = train.run(training(config), states, start=None, role="champion")
-    adopt.first_champion(config, checkpoint)
-    stages.set_current(config.root, "champion", checkpoint)
+    version = adopt.first_champion(config, checkpoint)
+    if version == Registry(config.promote.tracking_uri, config.root).alias(config.model_name, "champion"):
+        stages.set_current(config.root, "champion", checkpoint)
     return checkpoint
 
 

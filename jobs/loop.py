@@ -42,7 +42,8 @@ class Learned:
     responses: Artifact[ResponseSet]
     states: Artifact[HiddenStateCache]
     drafters: dict[str, Artifact[DrafterCheckpoint]]
-    """champion, challenger and, where general states are at hand and ``train.control`` asks for it, control."""
+    """champion, challenger and, where ``train.control`` asks for it, control; the champion alone where it has learned
+    from these very states already."""
 
 
 def learn(
@@ -59,7 +60,10 @@ def learn(
             prompts, responses, states = _gather(config, layers, pool)
     else:
         prompts, responses, states = _gather(config, layers, engines)
-    drafters = {"champion": champion, "challenger": train.run(config, states, start=champion, role="challenger")}
+    drafters = {"champion": champion}
+    if champion.manifest.parents.get("states") == states.id:
+        return Learned(prompts, responses, states, drafters)
+    drafters["challenger"] = train.run(config, states, start=champion, role="challenger")
     stages.set_current(config.root, "challenger", drafters["challenger"])
     if config.train.control:
         general = stages.current(config.root, "general-states", HiddenStateCache)
@@ -77,18 +81,21 @@ def judge(config: Config, learned: Learned) -> tuple[Artifact[AcceptanceReport],
 
 
 def run(config: Config) -> Release | None:
-    """The release that the loop ends with; None where no replicas are configured to deploy to.
+    """The release that the loop ends with; None where there was nothing to deploy, or no replicas to deploy to.
 
     Raises: StageError with the gate's reasons where it does not promote.
     """
     learned = learn(config)
+    if "challenger" not in learned.drafters:
+        logger.info("loop: the champion has learned from this traffic already; nothing to do")
+        return None
     _, decision = judge(config, learned)
     version = promote.run(config, decision, learned.drafters["challenger"])
     if not config.serving.replicas:
         logger.info("loop: version %s is approved; set serving.replicas to deploy it", version)
         return None
-    release = deploy.run(config, version)
-    stages.set_current(config.root, "champion", learned.drafters["challenger"])
+    release = deploy.run(config)
+    deploy.remember_champion(config, release)
     return release
 
 

@@ -111,7 +111,7 @@ class TrainConfig(Frozen):
     """None takes the published value for the block size."""
     sampled_vocabulary: int | None = Field(None, gt=0)
     """None: the loss is over the whole vocabulary. A number: over the tokens that occur in the replies and so many
-    sampled ones that stand for all others, anew each step; several times faster where the head dominates, as on CPUs."""
+    sampled ones that stand for all others, anew each step; several times faster where the head dominates."""
     warmup_share: float = Field(0.04, ge=0, lt=1)
     grad_clip: float = Field(1.0, gt=0)
     seed: int = 0

@@ -5,15 +5,22 @@ from collections.abc import Iterator
 
 from pipeline.workloads import Request
 
-SYSTEM = (
-    "You answer mails for Ridgeline Outdoor. Write: Dear NAME, thank you for your mail about order NUMBER, the "
-    "PRODUCT. Then one next step. End: Kind regards, Ridgeline Outdoor."
+SYSTEM = "You answer the mails of Ridgeline Outdoor's customers."
+# One answered mail shows the house style: a small target follows an example where it would ignore a rule.
+EXAMPLE = (
+    {"role": "user", "content": "Order R10001, the Polar mug, has a crack. Can I get a new one? Ada"},
+    {
+        "role": "assistant",
+        "content": "Dear Ada,\nthank you for your mail about order R10001, the Polar mug. "
+        "We will send you a new mug today.\nKind regards,\nRidgeline Outdoor",
+    },
 )
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 
 _SAMPLED_SHARE = 0.15
 _SECOND_MAIL_SHARE = 0.1
 _TYPO_SHARE = 0.2
+_MOOD_SHARE = 0.4
 
 _FIRST = (
     "Anna Ben Carla David Elif Farid Greta Hassan Ines Jonas Kavya Leo Marta Nils Olga Pablo Quentin Rosa Samir Tess "
@@ -254,8 +261,6 @@ _REFERENCES = (
     "Reference: {order}, {product}.",
 )
 _MOODS = (
-    "",
-    "",
     "I am a bit disappointed.",
     "I have been a happy customer for years.",
     "This is the second time, and I am getting annoyed.",
@@ -294,7 +299,7 @@ def prompts(n: int, seed: int) -> Iterator[Request]:
         yield Request(
             conversation=f"support-{seed}-{conversations:05d}",
             slice=topic,
-            messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": mail}],
+            messages=[{"role": "system", "content": SYSTEM}, *EXAMPLE, {"role": "user", "content": mail}],
             max_tokens=MAX_TOKENS,
             temperature=0.7 if rng.random() < _SAMPLED_SHARE else 0.0,
         )
@@ -326,7 +331,7 @@ def _facts(rng: random.Random) -> dict[str, str]:
 
 def _mail(rng: random.Random, topic: str, facts: dict[str, str], *, again: bool) -> str:
     situations, asks = _TOPICS[topic]
-    happened, mood = rng.choice(situations), rng.choice(_MOODS)
+    happened, mood = rng.choice(situations), rng.choice(_MOODS) if rng.random() < _MOOD_SHARE else ""
     # Every mail names its order and its product somewhere, since the house style repeats both.
     reference = "" if "{order}" in happened and "{product}" in happened else rng.choice(_REFERENCES)
     if "{product}" not in happened + reference:
