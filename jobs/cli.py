@@ -30,6 +30,10 @@ def _adopt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=_path, help="config.json and model.safetensors in the z-lab layout")
 
 
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--role", choices=("challenger", "control"), default="challenger", help="what to train")
+
+
 def _deploy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("version", nargs="?", help="version number; without it, the approved one")
     parser.set_defaults(rollback=False)
@@ -96,6 +100,7 @@ COMMANDS: dict[str, Command] = {
         "jobs.train",
         "hidden states + champion → challenger",
         "slipstream train --set train.steps=800 --set train.learning_rate=1e-3",
+        add_arguments=_train_arguments,
     ),
     "evaluate": Command(
         "jobs.evaluate",
@@ -106,6 +111,7 @@ COMMANDS: dict[str, Command] = {
         "jobs.promote",
         "judge the report; on a pass, register the challenger as approved",
         "slipstream promote --set gate.min_lift=1.05",
+        needs_ray=False,
     ),
     "deploy": Command(
         "jobs.deploy",

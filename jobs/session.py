@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from pipeline.config import Config, load_config
-from pipeline.errors import ConfigError, SlipstreamError
+from pipeline.errors import ConfigError, SlipstreamError, StageError
 
 logger = logging.getLogger("slipstream")
 
@@ -47,10 +47,29 @@ def ray_session() -> Iterator[None]:
             ray.init(address="auto")
         else:
             # "local": never a cluster that someone else happens to run on this machine.
-            ray.init(address="local", include_dashboard=False, object_store_memory=200_000_000, logging_level="WARNING")
+            _start_local_ray()
         yield
     finally:
         ray.shutdown()
+
+
+def _start_local_ray() -> None:
+    """Start a Ray for this process alone; a machine that is busy gets more than Ray's own 30 seconds.
+
+    Raises: StageError when it does not come up in three tries.
+    """
+    import ray
+
+    for _ in range(3):
+        try:
+            ray.init(address="local", include_dashboard=False, object_store_memory=200_000_000, logging_level="WARNING")
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            logger.warning("Ray did not come up within 30 s; trying again")
+            ray.shutdown()
+    raise StageError("a local Ray did not come up in three tries of 30 s; free some processor time, or name a cluster")
 
 
 def _in_cluster() -> bool:

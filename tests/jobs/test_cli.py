@@ -1,3 +1,5 @@
+import argparse
+import importlib
 import os
 import resource
 import subprocess
@@ -47,6 +49,22 @@ def test_every_commands_help_shows_an_example_and_imports_nothing_heavy(name):
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_job_behind_it(name):
     assert (ROOT / (cli.COMMANDS[name].module.replace(".", "/") + ".py")).exists()
+
+
+def taken_by(add_arguments, name):
+    parser = argparse.ArgumentParser()
+    if add_arguments is not None:
+        add_arguments(parser)
+    return set(vars(parser.parse_args(["folder"] if name == "adopt" else [])))
+
+
+@pytest.mark.parametrize("name", [n for n, c in cli.COMMANDS.items() if not c.parses_itself])
+def test_a_command_takes_what_its_job_takes_and_starts_ray_where_the_job_does(name):
+    command = cli.COMMANDS[name]
+    job = importlib.import_module(command.module)
+    starts_ray = "needs_ray=False" not in Path(job.__file__).read_text()
+    assert command.needs_ray is starts_ray
+    assert taken_by(command.add_arguments, name) == taken_by(getattr(job, "add_arguments", None), name)
 
 
 def test_a_dry_run_prints_what_resolves_and_leaves_nothing_behind(toml, tmp_path):
