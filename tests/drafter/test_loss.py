@@ -4,7 +4,7 @@ import pytest
 import torch
 import toys
 
-from bench.plain_reference import decay, dpace, full_logit_loss
+from bench.oracles.plain_reference import decay, dpace, full_logit_loss
 from drafter import loss as loss_module
 from drafter.loss import block_loss, decay_weights, dpace_weights
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import toys
 
-from bench.plain_reference import draft_hidden
+from bench.oracles.plain_reference import draft_hidden
 from drafter.dataset import collate
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import toys
 
-from bench.plain_reference import decay, dpace, draft_hidden, full_logit_loss
+from bench.oracles.plain_reference import decay, dpace, draft_hidden, full_logit_loss
 from drafter.train import backward, slot_weights_of
 
 

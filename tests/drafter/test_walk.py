@@ -2,7 +2,7 @@ import pytest
 import torch
 import toys
 
-from bench.plain_reference import draft_hidden, speculate
+from bench.oracles.plain_reference import draft_hidden, speculate
 from drafter.walk import WalkCounts, jumps, walk
 
 

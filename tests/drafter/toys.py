@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.plain_reference import Document, Numbers
+from bench.oracles.plain_reference import Document, Numbers
 from drafter.dataset import CachedRow
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
@@ -181,8 +181,8 @@ def target_folder(folder: Path, *, hidden: int = 10, seed: int = 5, **config) ->
         "hidden_size": hidden,
         "intermediate_size": 24,
         "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
         "head_dim": 6,
         "vocab_size": VOCAB,
         "rms_norm_eps": 1e-5,

@@ -12,6 +12,7 @@ def train_rank(rank: int, world: int, root: str, names: list[str]) -> None:
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=world)
+    (Path(root) / f"ready-{rank}").touch()
     for name in names:
         torch.save(train_case(name, Path(root) / f"{name}-{world}"), Path(root) / f"{name}-{world}-{rank}.pt")
     dist.destroy_process_group()
