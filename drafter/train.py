@@ -298,12 +298,15 @@ def _sum_over_processes(drafter: Drafter, world: int, loss: float, hits: Tensor)
     """Make every process's gradients those of the whole step; returns the loss and the hits of the whole step."""
     if world == 1:
         return loss, hits
-    for parameter in drafter.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-    totals = torch.cat([torch.tensor([loss]), hits.cpu()]).to(next(drafter.parameters()))
-    dist.all_reduce(totals)
+    # A process without a block adds zeros. One collective a step: its cost is the waiting, not the bytes.
+    parameters = list(drafter.parameters())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    measured = torch.cat([torch.tensor([loss]), hits.cpu()]).to(parameters[0])
+    flat = torch.cat([*(g.flatten() for g in gradients), measured])
+    dist.all_reduce(flat)
+    *summed, totals = flat.split([*(p.numel() for p in parameters), len(measured)])
+    for parameter, gradient in zip(parameters, summed, strict=True):
+        parameter.grad = gradient.view_as(parameter)
     return float(totals[0]), totals[1:]
 
 

@@ -79,7 +79,7 @@ class Comparison:
             hidden = drafter(
                 states[None].to(frozen.head.dtype),
                 torch.tensor([[draft.anchor]]),
-                frozen.embedding[[[draft.anchor_id]]],
+                frozen.embedding[torch.tensor([[draft.anchor_id]])],
                 frozen.embedding[drafter.shape.mask_token_id],
             )
             ours = hidden[0, 0] @ frozen.head.T

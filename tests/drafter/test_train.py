@@ -208,8 +208,8 @@ def test_two_processes_train_as_one_and_none_waits_for_one_without_rows(tmp_path
         two_processes.train_rank, (2, str(tmp_path), names), nprocs=2, join=False, start_method="spawn"
     )
     alone = {name: two_processes.train_case(name, tmp_path / f"{name}-1") for name in names}
-    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), context, 300)
-    wait_until(lambda: context.join(timeout=0.1), context, 60)
+    wait_until("ready", tmp_path, context, 300)
+    wait_until("done", tmp_path, context, 60)
     for name, one in alone.items():
         for rank in (0, 1):
             two = torch.load(tmp_path / f"{name}-2-{rank}.pt", weights_only=True)
@@ -221,12 +221,12 @@ def test_two_processes_train_as_one_and_none_waits_for_one_without_rows(tmp_path
                     assert a[value] == pytest.approx(b[value], abs=1e-6), (name, rank, value)
 
 
-def wait_until(done, context, timeout_s):
-    """Wait for the processes: their imports may be slow on a busy machine, their training may not."""
+def wait_until(event, folder, context, timeout_s):
+    """Wait for both processes: their imports may be slow on a busy machine, their training may not."""
     deadline = time.monotonic() + timeout_s
-    while not done():
+    while not all((folder / f"{event}-{rank}").exists() for rank in (0, 1)):
+        context.join(timeout=0.05)  # raises what a process raised
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            pytest.fail("the two processes hang")
-        time.sleep(0.05)
+            pytest.fail(f"the two processes are not {event} within {timeout_s} s")
