@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import ray
 
-from jobs.session import job_main
+from jobs.session import job_main, start_logging
 from pipeline import collect, stages
 from pipeline.artifacts import PromptSet
 from pipeline.config import Config
@@ -27,6 +27,7 @@ def run(config: Config) -> stages.Artifact[PromptSet]:
 
 @ray.remote
 def _collect(config: Config, key) -> stages.Artifact[PromptSet]:
+    start_logging()
     return collect.run(config, key=key)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from jobs import worker_log
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError, SlipstreamError, StageError
 
@@ -20,6 +21,8 @@ _QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Our engines and trainers are the work itself: by default Ray's workers yield to every other process.
+    "RAY_worker_niceness": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -27,8 +30,10 @@ _QUIET = {
 
 
 def start_logging() -> None:
-    """Log the stages' progress to standard error, one line each, with the time."""
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
+    """Log the stages' progress, one line each, with the time: to the terminal, from a local Ray's workers too."""
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, handlers=[worker_log.handler()]
+    )
     logger.setLevel(logging.INFO)
 
 
@@ -42,15 +47,17 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        if _in_cluster():
-            ray.init(address="auto")
-        else:
-            # "local": never a cluster that someone else happens to run on this machine.
-            _start_local_ray()
-        yield
-    finally:
-        ray.shutdown()
+    in_cluster = _in_cluster()
+    with nullcontext() if in_cluster else worker_log.relayed():
+        try:
+            if in_cluster:
+                ray.init(address="auto")
+            else:
+                # "local": never a cluster that someone else happens to run on this machine.
+                _start_local_ray()
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _start_local_ray() -> None:
@@ -62,7 +69,13 @@ def _start_local_ray() -> None:
 
     for _ in range(3):
         try:
-            ray.init(address="local", include_dashboard=False, object_store_memory=200_000_000, logging_level="WARNING")
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=200_000_000,
+                logging_level="WARNING",
+                log_to_driver=False,
+            )
             return
         except Exception as error:
             if "timed out during startup" not in str(error):

@@ -172,7 +172,8 @@ class ServingConfig(Frozen):
     """Base URLs that deploy swaps."""
     host: str = "127.0.0.1"
     port: int = 8000
-    kv_cache_gib: float = Field(1.0, gt=0)
+    kv_cache_gib: int = Field(1, gt=0)
+    """KV cache of a CPU server; vLLM's own setting takes whole GiB."""
     max_num_seqs: int = Field(16, gt=0)
     token_env: str = "SLIPSTREAM_CONTROL_TOKEN"
     """Environment variable that holds the control endpoint's bearer token."""
