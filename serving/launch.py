@@ -158,6 +158,8 @@ class VllmServer:
             "VLLM_CPU_KVCACHE_SPACE": f"{self.kv_cache_gib:g}",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self.on_cpu else {}),
+            # Spinning threads stall an engine that shares its cores with anything else.
+            **({"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if self.on_cpu else {}),
             "SLIPSTREAM_CONTROL_TOKEN": self.token,
             "SLIPSTREAM_DRAFTER_ROOTS": ":".join(str(root) for root in self.drafter_roots),
             "SLIPSTREAM_DRAFTER_VERSION": self.version,
