@@ -35,7 +35,7 @@ from serving.load import Driver, Reply, drive_sync
 logger = logging.getLogger("slipstream")
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_MAILS = 200
+NUM_MAILS = 168
 CLIENTS = 16
 SWAP_CLIENTS = 4
 CONSENT = ("x-gateway-consent", "training")

@@ -5,22 +5,22 @@ from collections.abc import Iterator
 
 from pipeline.workloads import Request
 
-SYSTEM = "You answer the mails of Ridgeline Outdoor's customers."
+SYSTEM = "Answer our customers' mails."
 # One answered mail shows the house style: a small target follows an example where it would ignore a rule.
 EXAMPLE = (
-    {"role": "user", "content": "Order R10001, the Polar mug, has a crack. Can I get a new one? Ada"},
+    {"role": "user", "content": "My Polar mug, order R10001, has a crack. Ada"},
     {
         "role": "assistant",
         "content": "Dear Ada,\nthank you for your mail about order R10001, the Polar mug. "
         "We will send you a new mug today.\nKind regards,\nRidgeline Outdoor",
     },
 )
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 
 _SAMPLED_SHARE = 0.15
 _SECOND_MAIL_SHARE = 0.1
 _TYPO_SHARE = 0.2
-_MOOD_SHARE = 0.4
+_MOOD_SHARE = 0.25
 
 _FIRST = (
     "Anna Ben Carla David Elif Farid Greta Hassan Ines Jonas Kavya Leo Marta Nils Olga Pablo Quentin Rosa Samir Tess "
@@ -252,13 +252,12 @@ _DAMAGES = "long scratch|torn seam|broken buckle|hole near the top|bent pole|loo
     "|"
 )
 _PARTS = "carry bag|repair kit|spare strap|manual|care kit|storage bag|warranty card|spare buckle".split("|")
-_GREETINGS = ("Hello,", "Hi,", "Good morning,", "Dear team,", "Hi there,", "Dear Ridgeline team,", "Good evening,", "")
+_GREETINGS = ("Hello,", "Hi,", "Good morning,", "Dear team,", "Hi there,", "Dear Ridgeline team,", "", "", "", "")
 _REFERENCES = (
     "My order number is {order}.",
     "Order {order}.",
-    "The order is {order}, placed on {date}.",
-    "It is about the {product}, order {order}.",
-    "Reference: {order}, {product}.",
+    "It is order {order}.",
+    "Reference: {order}.",
 )
 _MOODS = (
     "I am a bit disappointed.",
@@ -336,6 +335,8 @@ def _mail(rng: random.Random, topic: str, facts: dict[str, str], *, again: bool)
     reference = "" if "{order}" in happened and "{product}" in happened else rng.choice(_REFERENCES)
     if "{product}" not in happened + reference:
         reference = "It is about the {product}, order {order}."
+    elif "{order}" in happened:
+        reference = ""
     middle = [happened, reference] if rng.random() < 0.6 else [reference, happened]
     if rng.random() < 0.4:
         middle.insert(0, mood)
