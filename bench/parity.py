@@ -126,7 +126,7 @@ def losslessness(setting: Setting) -> dict[str, Figure]:
 
 def swap_under_load(setting: Setting) -> dict[str, Figure]:
     """Swaps of a running float32 server under four clients: pause, failed requests, changed greedy outputs."""
-    from bench.swap_figure import swap_under_load
+    from bench.oracles.swap_under_load import swap_under_load
 
     found = swap_under_load(setting.workdir / "swap", swaps=1 if setting.small else 3, port=free_port())
     pauses, note = found["pause_s"], {"on": "toy", "n": found["num_replies"]}

@@ -34,10 +34,10 @@ _QUIET = {
 
 def start_logging() -> None:
     """Log the stages' progress, one line each, with the time: to the terminal, from a local Ray's workers too."""
-    logging.basicConfig(
-        format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, handlers=[worker_log.handler()]
-    )
     logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, worker_log.ProgressHandler) for handler in logger.handlers):
+        logger.addHandler(worker_log.ProgressHandler())
+    logger.propagate = False  # Ray's workers have handlers of their own, which would say everything twice
 
 
 @contextmanager

@@ -18,10 +18,13 @@ WORKER_LOG = "SLIPSTREAM_WORKER_LOG"
 _POLL_S = 0.2
 
 
-def handler() -> logging.Handler:
-    """Where this process logs: the file that the environment names, else standard error."""
-    path = os.environ.get(WORKER_LOG)
-    return logging.FileHandler(path) if path else logging.StreamHandler(sys.stderr)
+class ProgressHandler(logging.StreamHandler):
+    """Writes to the file that the environment names, else to standard error."""
+
+    def __init__(self) -> None:
+        path = os.environ.get(WORKER_LOG)
+        super().__init__(open(path, "a") if path else sys.stderr)  # noqa: SIM115 - open for as long as the process
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
 
 
 @contextmanager

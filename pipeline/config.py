@@ -103,7 +103,7 @@ class TrainConfig(Frozen):
     anchors_per_row: int = Field(32, gt=0)
     """At most this many anchors of one reply in one pass over it."""
     learning_rate: float = Field(2e-3, gt=0)
-    """Of the matrices (Muon) and, scaled by adamw_scale, of everything else."""
+    """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"
     loss: Literal["dpace", "decay"] = "dpace"
     dpace_alpha: float = Field(0.5, gt=0)

@@ -15,8 +15,8 @@ from serving.launch import VllmServer
 from serving.load import drive_sync
 from serving.preflight import sha256_file
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
-from swap_figure import Version, measure_swaps, prompts
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from bench.oracles.swap_under_load import Version, measure_swaps, prompts
 
 TOKEN = "test token"
 

@@ -1,24 +1,17 @@
-"""Swaps of a running server under load: how long it pauses, what fails, what changes.
+"""Swaps of a running server under load: how long it pauses, what fails, what changes."""
 
-``python bench/swap_figure.py`` runs it on a toy target in float32.
-"""
-
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+from serving.deploy import swap_replica
+from serving.launch import VllmServer
+from serving.load import Driver, Reply
+from serving.preflight import sha256_file
 
-from serving.deploy import swap_replica  # noqa: E402
-from serving.launch import VllmServer  # noqa: E402
-from serving.load import Driver, Reply  # noqa: E402
-from serving.preflight import sha256_file  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "bench"
 TOY_FAVOURITE = 433
 
@@ -138,10 +131,3 @@ def _toy(workdir: Path) -> tuple[Path, list[Path]]:
         tiny.tiny_drafter(workdir / "versions" / "1", target, seed=1),
         tiny.tiny_drafter(workdir / "versions" / "2", target, seed=2, proposes=TOY_FAVOURITE),
     ]
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(swap_under_load(Path(folder)), indent=1))
