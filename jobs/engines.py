@@ -17,7 +17,7 @@ logger = logging.getLogger("slipstream")
 
 # A batch that has taken this many engines down is given up.
 MAX_TRIES = 3
-MAX_NUM_SEQS = 64
+MAX_NUM_SEQS = 96
 
 T = TypeVar("T")
 

@@ -95,6 +95,8 @@ def plan(config: Config, row: Mapping[str, Any], prompt_ids: Sequence[int]) -> P
     asked = min(row["max_tokens"] or settings.max_tokens, settings.max_tokens)
     budget = min(asked, context - len(prompt_ids))
     temperature = row["temperature"] if settings.temperature is None else settings.temperature
+    if row["split"] != "train":
+        temperature = 0.0  # what is measured is served greedily, and the walk over it has to cover the same replies
     request = GenerateRequest(
         row["row_id"], tuple(prompt_ids), budget, temperature, row["top_p"], row_seed(settings.seed, row["row_id"])
     )

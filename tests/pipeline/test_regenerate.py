@@ -165,6 +165,12 @@ def test_the_requests_own_temperature_holds_unless_the_config_names_one(model, t
     assert [r.temperature for r in overridden.requests] == [0.0, 0.0]
 
 
+def test_replies_that_are_measured_are_greedy_whatever_their_request_asked_for(model, tmp_path):
+    engines = ScriptedEngines(answer)
+    run(model, tmp_path, [prompt(1, temperature=0.5), prompt(2, temperature=0.5, split="gate")], engines)
+    assert {request.row_id: request.temperature for request in engines.requests} == {"row-1": 0.5, "row-2": 0.0}
+
+
 def test_a_rerun_computes_what_is_missing_and_then_nothing(model, tmp_path):
     rows = [prompt(n) for n in range(10)]
 
