@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -35,9 +36,10 @@ from serving.load import Driver, Reply, drive_sync
 logger = logging.getLogger("slipstream")
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_MAILS = 168
+NUM_MAILS = 140
 CLIENTS = 16
 SWAP_CLIENTS = 4
+TRAFFIC_DONE = "traffic.done"
 CONSENT = ("x-gateway-consent", "training")
 SUBJECT, SLICE = "x-gateway-subject", "x-gateway-topic"
 
@@ -83,6 +85,8 @@ def run(config: Config) -> dict[str, Any]:
                 "serving": config.serving.model_copy(update={"replicas": (server.base_url,)}),
             }
         )
+        if not (config.root / TRAFFIC_DONE).exists():
+            shutil.rmtree(config.root / "traffic", ignore_errors=True)  # an interrupted day is served anew
         with server:
             with watch.step("serve_traffic"):
                 _serve_traffic(config, server)
@@ -136,13 +140,11 @@ def _server(config: Config, registry: Registry, token: str) -> VllmServer:
 
 
 def _serve_traffic(config: Config, server: VllmServer) -> None:
-    """Send the shop's mails as a gateway would; an interrupted day of traffic is served anew."""
-    done, traffic = config.root / "traffic.done", config.root / "traffic"
+    """Send the shop's mails as a gateway would."""
+    done = config.root / TRAFFIC_DONE
     if done.exists():
         logger.info("demo: the traffic was served already, skipped")
         return
-    for path in traffic.glob("*.jsonl"):
-        path.unlink()
     mails = list(islice(support_mails.prompts(NUM_MAILS, seed=1), NUM_MAILS))
     requests = [
         {"model": server.served_name, **{name: mail[name] for name in ("messages", "max_tokens", "temperature")}}

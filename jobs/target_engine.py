@@ -18,6 +18,9 @@ logger = logging.getLogger("slipstream")
 
 # A row whose states have holes is run once more before it is given up.
 CAPTURE_TRIES = 2
+# States of rows that this engine answers are kept for a capture that follows, up to this many bytes.
+KEEP_BYTES = 2 << 30
+_KEPT = "answered:"
 
 
 def set_engine_environment(*, num_threads: int) -> None:
@@ -75,6 +78,7 @@ class TargetEngine:
             **engine_args,
         )
         self._load_seconds = time.monotonic() - started
+        self._kept: dict[str, tuple[int, ...]] = {}  # row id → the ids whose states the worker keeps
 
     def info(self) -> EngineInfo:
         """What this engine is."""
@@ -97,6 +101,7 @@ class TargetEngine:
         replies, running = {}, {}
         for number, request in enumerate(requests):
             if error := self._add(str(number), request.prompt_ids, self._sampling(request)):
+                self._kept.pop(request.row_id, None)
                 replies[request.row_id] = Reply(request.row_id, error=error)
             else:
                 running[str(number)] = request
@@ -107,6 +112,8 @@ class TargetEngine:
                 replies[row_id] = Reply(row_id, error=f"finish reason {reason!r} with {len(ids)} token ids")
             else:
                 replies[row_id] = Reply(row_id, ids, reason)
+                if row_id in self._kept:
+                    self._kept[row_id] = (*self._kept[row_id], *ids)
         return [replies[request.row_id] for request in requests]
 
     def capture(self, requests: Sequence[CaptureRequest], path: Path, typical_norms: Sequence[float]) -> list[Captured]:
@@ -161,6 +168,9 @@ class TargetEngine:
     ) -> Iterator[tuple[CaptureRequest, np.ndarray | None, RowFault | None]]:
         running = {}
         for number, request in enumerate(requests):
+            if (kept := self._take_kept(request)) is not None:
+                yield request, kept, None
+                continue
             # The last token is never an input, so the others are the prompt; the one sampled token is dropped.
             if len(request.ids) < 2:
                 yield request, None, RowFault("too_short", {"ids": len(request.ids)})
@@ -177,6 +187,14 @@ class TargetEngine:
             else:
                 yield request, taken["states"], None
 
+    def _take_kept(self, request: CaptureRequest) -> np.ndarray | None:
+        """The states of a row that this engine emitted itself, so that no token goes through the target again."""
+        ids = self._kept.pop(request.row_id, None)
+        if ids is None:
+            return None
+        taken = self._take(_KEPT + request.row_id, len(ids) - 1)
+        return taken["states"] if ids == request.ids else None
+
     def _take(self, request_id: str, num_states: int) -> dict[str, Any]:
         answers = self._llm.collective_rpc("take_states", args=(request_id, num_states))
         return next(answer for answer in answers if answer is not None)
@@ -187,7 +205,22 @@ class TargetEngine:
             params.temperature = request.temperature
         if request.top_p is not None:
             params.top_p = request.top_p
-        return self._plain(params, max_tokens=request.max_tokens, seed=request.seed)
+        return self._plain(
+            params, max_tokens=request.max_tokens, seed=request.seed, **self._keeping(request, params.extra_args)
+        )
+
+    def _keeping(self, request: GenerateRequest, extra_args: dict[str, Any] | None) -> dict[str, Any]:
+        """What makes the worker keep a request's states while it is answered, as far as memory is set aside for it."""
+        if not self._layer_ids or request.row_id in self._kept:
+            return {}
+        row_bytes = len(self._layer_ids) * self.info().hidden_size * 2
+        if (sum(map(len, self._kept.values())) + len(request.prompt_ids) + request.max_tokens) * row_bytes > KEEP_BYTES:
+            return {}
+        from serving.engine.capture import REQUEST_KEY
+
+        self._kept[request.row_id] = tuple(request.prompt_ids)
+        keep = {REQUEST_KEY: _KEPT + request.row_id}
+        return {"extra_args": {**(extra_args or {}), **keep}, "skip_reading_prefix_cache": True}
 
     def _capture_sampling(self, request_id: str) -> Any:
         from vllm import SamplingParams

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jobs.target_engine import TargetEngine
-from pipeline.engines import CaptureRequest
+from pipeline.engines import CaptureRequest, GenerateRequest
 from pipeline.states import StatesFile, as_float32
 from tests.tiny import tiny_target
 
@@ -121,6 +121,28 @@ def test_states_taken_while_the_engine_generates_are_those_of_the_whole_reply(en
     ids = [*prompt, *completion.token_ids]
     assert len(ids) == 59
     assert_same(engine._take("live", len(ids) - 1)["states"], reference(random_target, ids)[:-1])
+
+
+def test_rows_that_the_engine_answered_are_captured_without_a_second_pass(engine, random_target, tmp_path, monkeypatch):
+    asked = [GenerateRequest(f"kept-{n}", ids_of(40 + n, length), 9, 0.0, None, 1) for n, length in enumerate((70, 12))]
+    replies = engine.generate(asked)
+    rows = [CaptureRequest(r.row_id, (*r.prompt_ids, *reply.ids)) for r, reply in zip(asked, replies, strict=True)]
+    run = []
+    monkeypatch.setattr(engine, "_add", lambda *request: run.append(request))
+    results = engine.capture(rows, tmp_path / "s.arrow", ())
+    assert run == []
+    for row, result in zip(rows, results, strict=True):
+        words = StatesFile(tmp_path / "s.arrow").words(result.states_batch)
+        assert_same(words, reference(random_target, list(row.ids))[:-1])
+    assert engine._kept == {} and engine._llm.collective_rpc("drop_states") == [0]
+
+
+def test_a_row_whose_ids_are_not_what_the_engine_emitted_is_run_through_it(engine, random_target, tmp_path):
+    (reply,) = engine.generate([GenerateRequest("other", ids_of(50, 20), 5, 0.0, None, 1)])
+    row = CaptureRequest("other", (*ids_of(51, 20), *reply.ids))
+    (result,) = engine.capture([row], tmp_path / "s.arrow", ())
+    words = StatesFile(tmp_path / "s.arrow").words(result.states_batch)
+    assert_same(words, reference(random_target, list(row.ids))[:-1])
 
 
 def test_a_cached_prefix_leaves_holes_that_are_said_and_capture_does_not_read_it(engine, random_target, tmp_path):
