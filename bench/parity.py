@@ -34,6 +34,7 @@ class Setting:
     small: bool
     target: Path | None  # None: a toy
     drafter: Path | None
+    champion: Path | None  # the demo's first drafter, to swap from
     why_toy: str | None
     demo: Path
     workdir: Path
@@ -128,11 +129,14 @@ def swap_under_load(setting: Setting) -> dict[str, Figure]:
     """Swaps of a running float32 server under four clients: pause, failed requests, changed greedy outputs."""
     from bench.oracles.swap_under_load import swap_under_load
 
-    found = swap_under_load(setting.workdir / "swap", swaps=1 if setting.small else 3, port=free_port())
-    pauses, note = found["pause_s"], {"on": "toy", "n": found["num_replies"]}
+    swaps = 1 if setting.small else 3
+    real = {"target": setting.target, "drafters": [setting.champion, setting.drafter]} if setting.champion else {}
+    found = swap_under_load(setting.workdir / "swap", swaps=swaps, port=free_port(), **real)
+    pauses = found["pause_s"]
+    note = {"on": setting.target.name if real else "toy", "n": found["num_replies"]}
     spread = max(pauses) - min(pauses)
     return {
-        "swap_under_load.pause_s": at_most(max(pauses), 1.5, on="toy", n=len(pauses), spread=spread),
+        "swap_under_load.pause_s": at_most(max(pauses), 1.5, **note | {"n": len(pauses)}, spread=spread),
         "swap_under_load.failed_requests": at_most(found["failed_requests"], 0, **note),
         "swap_under_load.changed_outputs": at_most(found["changed_outputs"], 0, **note),
     }
@@ -169,11 +173,10 @@ MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
 
 
 def walk_gap(measured: dict[str, Any] | None) -> Figure:
-    """Accepted drafts a step by the walk, relative to served ones."""
-    if not measured or not measured.get("walk_acceptance_length"):
+    """Relative difference of accepted drafts a step, served against walked, both to the ends of the replies."""
+    if not measured or measured.get("walk_gap") is None:
         return unknown("the demo has no walk of this drafter")
-    walk, served = measured["walk_acceptance_length"] - 1, measured["served_acceptance_length"] - 1
-    return at_most(abs(walk - served) / max(served, 1e-9), 0.05, walk=walk, served=served, n=measured["num_drafts"])
+    return at_most(measured["walk_gap"], 0.05, n=measured["num_drafts"])
 
 
 def at_most(value: float, limit: float, **more: Any) -> Figure:
@@ -240,7 +243,7 @@ def free_port() -> int:
 @contextmanager
 def setting_of(arguments: argparse.Namespace) -> Iterator[Setting]:
     """What to measure on: what was given, else the demo's target and challenger, else a toy and why."""
-    target, drafter, why = arguments.target, arguments.drafter, None
+    target, drafter, champion, why = arguments.target, arguments.drafter, None, None
     demo = ROOT / "runs" / "demo"
     if (target is None) != (drafter is None):
         raise SystemExit("--target and --drafter belong together: a drafter is of one target")
@@ -251,10 +254,16 @@ def setting_of(arguments: argparse.Namespace) -> Iterator[Setting]:
         names = json.loads((demo / "current.json").read_text()) if (demo / "current.json").exists() else {}
         found = names.get("challenger") or names.get("champion")
         drafter = demo / "drafters" / found if found else None
+        champion = next((demo / "versions").glob("*/1"), None) if names.get("challenger") else None
         if not (target / "config.json").exists() or drafter is None or not (drafter / "config.json").exists():
-            target, drafter, why = None, None, "no target and drafter under runs/: run `make demo`, or give both"
+            target, drafter, champion, why = (
+                None,
+                None,
+                None,
+                "no target and drafter under runs/: run `make demo`, or give both",
+            )
     with tempfile.TemporaryDirectory() as workdir:
-        yield Setting(arguments.small, target, drafter, why, demo, Path(workdir))
+        yield Setting(arguments.small, target, drafter, champion, why, demo, Path(workdir))
 
 
 def table(figures: dict[str, Figure]) -> str:

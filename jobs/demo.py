@@ -28,6 +28,7 @@ from jobs.registry import Registry
 from jobs.session import ray_session, start_logging
 from pipeline.artifacts import Release, write_durably
 from pipeline.config import Config, load_config
+from pipeline.criteria import walk_gap
 from pipeline.errors import SlipstreamError, StageError
 from pipeline.workloads import support_mails
 from serving.launch import VllmServer
@@ -217,9 +218,15 @@ def _measured(measured: dict[str, Any]) -> dict[str, Any]:
         "num_drafts",
         "num_accepted_tokens",
         "num_accepted_tokens_per_pos",
+        "num_accepted_and_emitted",
         "tokens_per_s",
     )
-    return {**{name: measured[name] for name in names}, "walk_acceptance_length": walk.get("acceptance_length")}
+    return {
+        **{name: measured[name] for name in names},
+        "walk_acceptance_length": walk.get("acceptance_length"),
+        # Counted to the ends of the replies on both sides: a walk cannot know what comes after one.
+        "walk_gap": walk_gap(measured),
+    }
 
 
 def _fingerprint(report: Any) -> dict[str, Any]:
