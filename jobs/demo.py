@@ -31,6 +31,7 @@ from pipeline.config import Config, load_config
 from pipeline.criteria import walk_gap
 from pipeline.errors import SlipstreamError, StageError
 from pipeline.workloads import support_mails
+from serving.errors import LaunchError
 from serving.launch import VllmServer
 from serving.load import Driver, Reply, drive_sync
 
@@ -264,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     start_logging()
     try:
         print(table(run(load_config(arguments.config, arguments.overrides))))
-    except SlipstreamError as error:
+    except (SlipstreamError, LaunchError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(1)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ EXAMPLE = (
     {
         "role": "assistant",
         "content": "Dear Ada,\nthank you for your mail about order R10001, the Polar mug. "
-        "We will send you a new mug today.\nKind regards,\nRidgeline Outdoor",
+        "We will check it and write to you today.\nKind regards,\nRidgeline Outdoor",
     },
 )
 MAX_TOKENS = 48
