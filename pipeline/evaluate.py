@@ -23,7 +23,7 @@ from pipeline.sittings import ROLES, Candidates, Server, Sitting, alternate
 from pipeline.stages import Artifact, complete
 
 STAGE_VERSION = 1
-_WARM_UP_TOKENS = 16
+_WARM_UP_ROWS, _WARM_UP_TOKENS = 4, 8
 _MAX_FAILED_SHARE = 0.05
 
 
@@ -151,7 +151,7 @@ def _warm_up_rows(config: Config, responses: Artifact[ResponseSet]) -> list[dict
     """Rows outside the gate set, so that warming up leaves nothing of it in a cache."""
     rows = read_tables(responses.folder, responses.manifest.shards, RESPONSES).to_pylist()
     short = [r for r in rows if r["split"] != "gate" and len(r["prompt_ids"]) + 64 < config.target.max_model_len]
-    return [{**row, "num_tokens": _WARM_UP_TOKENS} for row in short[: config.evaluate.concurrency]]
+    return [{**row, "num_tokens": _WARM_UP_TOKENS} for row in short[:_WARM_UP_ROWS]]
 
 
 def _common_settings(
