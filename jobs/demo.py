@@ -40,7 +40,7 @@ logger = logging.getLogger("slipstream")
 ROOT = Path(__file__).resolve().parents[1]
 NUM_MAILS = 140
 CLIENTS = 16
-SWAP_CLIENTS = 4
+SWAP_CLIENTS, SWAP_MAILS = 4, 6
 TRAFFIC_DONE = "traffic.done"
 CONSENT = ("x-gateway-consent", "training")
 SUBJECT, SLICE = "x-gateway-subject", "x-gateway-topic"
@@ -178,11 +178,11 @@ def _deploy_under_load(config: Config, server: VllmServer, version: str) -> dict
         {
             "model": server.served_name,
             "messages": mail["messages"],
-            "max_tokens": 48,
+            "max_tokens": 24,
             "temperature": 0.0,
             "return_token_ids": True,
         }
-        for mail in islice(support_mails.prompts(SWAP_CLIENTS * 2, seed=2), SWAP_CLIENTS * 2)
+        for mail in islice(support_mails.prompts(SWAP_MAILS, seed=2), SWAP_MAILS)
     ]
     releases: list[Release] = []
     with Driver(server.base_url, requests, concurrency=SWAP_CLIENTS) as driver:

@@ -32,7 +32,7 @@ logger = logging.getLogger("slipstream")
 
 # Greedy, one at a time, before and after: they prove that the replica drafts and that its answers stay the same.
 PROBE = tuple(
-    {"messages": [{"role": "user", "content": text}], "max_tokens": 32}
+    {"messages": [{"role": "user", "content": text}], "max_tokens": 16}
     for text in (
         "Write one sentence about the sea.",
         "List the days of the week.",
