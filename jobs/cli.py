@@ -59,13 +59,13 @@ COMMANDS: dict[str, Command] = {
     "fetch-target": Command(
         "jobs.fetch_target",
         "fetch the demo's small target and keep it as safetensors",
-        "slipstream fetch-target --out runs/demo/target",
+        "slipstream fetch-target --out runs/targets/SmolLM2-135M-Instruct",
         parses_itself=True,
     ),
     "init-drafter": Command(
         "jobs.init_drafter",
         "cold-start a drafter on general prompts; it becomes version 1",
-        "slipstream init-drafter --set train.steps=400",
+        "slipstream init-drafter --set init.steps=400",
     ),
     "adopt": Command(
         "jobs.adopt",
