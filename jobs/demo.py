@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,10 +26,11 @@ from jobs.engines import EnginePool
 from jobs.fetch_target import fetch_target
 from jobs.registry import Registry
 from jobs.session import ray_session, start_logging
-from pipeline.artifacts import Release, write_durably
+from pipeline.artifacts import AcceptanceReport, GateDecision, Release, write_durably
 from pipeline.config import Config, load_config
 from pipeline.criteria import walk_gap
 from pipeline.errors import SlipstreamError, StageError
+from pipeline.stages import Artifact
 from pipeline.workloads import support_mails
 from serving.errors import LaunchError
 from serving.launch import VllmServer
@@ -76,7 +77,10 @@ def run(config: Config) -> dict[str, Any]:
         fetch_target(config.target.model)
     os.environ[config.serving.token_env] = token = secrets.token_hex(16)
     registry = Registry(config.promote.tracking_uri, config.root)
-    with ray_session(), EnginePool(config, target_layer_ids=init_drafter.layers_of(config)) as engines:
+    with ExitStack() as stack:
+        with watch.step("start_ray"):
+            stack.enter_context(ray_session())
+        engines = stack.enter_context(EnginePool(config, target_layer_ids=init_drafter.layers_of(config)))
         with watch.step("init_drafter"):
             champion = init_drafter.run(config, engines=engines)
         engines.close()
@@ -89,27 +93,50 @@ def run(config: Config) -> dict[str, Any]:
         )
         if not (config.root / TRAFFIC_DONE).exists():
             shutil.rmtree(config.root / "traffic", ignore_errors=True)  # an interrupted day is served anew
-        with server:
-            with watch.step("serve_traffic"):
-                _serve_traffic(config, server)
-            with watch.step("collect_to_train"):
-                learned = loop.learn(config, champion=champion, engines=engines)
-                engines.close()
-            with watch.step("evaluate"):
-                report, decision = loop.judge(config, learned)
-            with watch.step("promote"):
-                version = promote.run(config, decision, learned.drafters["challenger"])
-            with watch.step("deploy_rollback_deploy"):
-                swap = _deploy_under_load(config, server, version)
+        with watch.step("start_server"):
+            stack.enter_context(server)
+        with watch.step("serve_traffic"):
+            _serve_traffic(config, server)
+        with watch.step("collect_to_train"):
+            learned = loop.learn(config, champion=champion, engines=engines)
+            engines.close()
+        with watch.step("evaluate"):
+            report, decision = loop.judge(config, learned)
+        _write_summary(config, learned, report, decision, watch, swap=None)
+        with watch.step("promote"):
+            version = promote.run(config, decision, learned.drafters["challenger"])
+        with watch.step("deploy_rollback_deploy"):
+            swap = _deploy_under_load(config, server, version)
+    return _write_summary(config, learned, report, decision, watch, swap=swap)
+
+
+def _write_summary(
+    config: Config,
+    learned: loop.Learned,
+    report: Artifact[AcceptanceReport],
+    decision: Artifact[GateDecision],
+    watch: Stopwatch,
+    *,
+    swap: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The summary, written: also where the gate does not promote, and so nothing is swapped."""
+    artifacts = {"collect": learned.prompts, "regenerate": learned.responses, "capture": learned.states}
+    artifacts |= {f"train_{role}": learned.drafters[role] for role in ("challenger", "control")}
+    steps = {name: spent for name, spent in watch.seconds.items() if name != "collect_to_train"}
     summary = {
         **{role: _measured(report.manifest.measured[role]) for role in learned.drafters},
-        "target": {"model": config.target.model.name, "dtype": config.target.dtype, **_fingerprint(report)},
+        "target": {
+            "model": config.target.model.name,
+            "dtype": config.target.dtype,
+            "fingerprint": report.manifest.settings["target"],
+        },
         "gate": {
             name: getattr(decision.manifest, name) for name in ("decision", "reasons", "lift", "ci_low", "ci_high")
         },
         "swap": swap,
         "report": str(decision.folder / "report.html"),
-        "stage_seconds": watch.seconds,
+        "stage_seconds": steps | {name: artifact.manifest.seconds for name, artifact in artifacts.items()},
+        "seconds": round(sum(watch.seconds.values()), 1),
     }
     write_durably(config.root / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     return summary
@@ -230,10 +257,6 @@ def _measured(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fingerprint(report: Any) -> dict[str, Any]:
-    return {"fingerprint": report.manifest.settings.get("target")}
-
-
 def table(summary: dict[str, Any]) -> str:
     """The summary as a short table for people."""
     lines = [f"{'':12}{'served':>8}{'walk':>8}{'tokens/s':>10}"]
@@ -250,7 +273,7 @@ def table(summary: dict[str, Any]) -> str:
         f"gate: {gate['decision']}, lift {gate['lift']:.2f} (95%: {gate['ci_low']:.2f} to {gate['ci_high']:.2f})",
         f"swap: pause {swap['pause_s']:.2f} s, {swap['failed_requests']} failed requests, "
         f"{swap['changed_outputs']} changed outputs of {swap['num_requests']}",
-        f"time: {sum(summary['stage_seconds'].values()):.0f} s in all",
+        f"time: {summary['seconds']:.0f} s in all",
         f"page: {summary['report']}",
     ]
     return "\n".join(lines)
