@@ -49,6 +49,8 @@ class Unreadable:
 def find_sources(paths: Sequence[Path]) -> list[Source]:
     """The .jsonl and .jsonl.gz files under these folders and files, each once, in the order of their names.
 
+    Empty files are left out: a server that has just started is no new traffic.
+
     Raises: ConfigError when nothing is given, a path is missing or nothing is found.
     """
     if not paths:
@@ -64,7 +66,11 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
                 found.setdefault(file.resolve(), name)
     if not found:
         raise ConfigError(f"collect.sources: no .jsonl or .jsonl.gz file in {', '.join(map(str, paths))}")
-    sources = [_source(path, name) for path, name in found.items()]
+    sources = [source for path, name in found.items() if (source := _source(path, name)).size_bytes]
+    if not sources:
+        raise ConfigError(
+            f"collect.sources: only empty files in {', '.join(map(str, paths))}; no traffic was tapped yet"
+        )
     return sorted(sources, key=lambda source: (source.name, source.sha256))
 
 

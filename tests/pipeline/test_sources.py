@@ -92,6 +92,16 @@ def test_a_file_given_twice_is_read_once_and_other_files_are_left_alone(tmp_path
     assert [source.path.name for source in find_sources([tmp_path, tmp_path / "a.jsonl"])] == ["a.jsonl"]
 
 
+def test_a_log_that_a_server_has_only_opened_is_no_new_traffic(tmp_path):
+    (tmp_path / "traffic-1.jsonl").write_text('{"messages": []}\n')
+    before = find_sources([tmp_path])
+    (tmp_path / "traffic-2.jsonl").touch()
+    assert find_sources([tmp_path]) == before
+    (tmp_path / "traffic-1.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="only empty files"):
+        find_sources([tmp_path])
+
+
 def test_missing_and_empty_sources_say_so(tmp_path):
     with pytest.raises(ConfigError, match="sources is empty"):
         find_sources([])
