@@ -21,6 +21,7 @@ CAPTURE_TRIES = 2
 # States of rows that this engine answers are kept for a capture that follows, up to this many bytes.
 KEEP_BYTES = 2 << 30
 _KEPT = "answered:"
+MIN_BATCHED_TOKENS = 4096
 
 
 def set_engine_environment(*, num_threads: int) -> None:
@@ -63,6 +64,13 @@ class TargetEngine:
 
         from serving.engine.capture import LAYERS_KEY, WORKER_CLASS
 
+        if current_platform.is_cpu():
+            # A seeded request whose prompt is cut into chunks stops vLLM's CPU runner: it sets its generator's
+            # offset back, which only CUDA generators have.
+            engine_args = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_model_len, MIN_BATCHED_TOKENS),
+            } | engine_args
         self._model = Path(model)
         self._layer_ids = tuple(target_layer_ids)
         self._llm = LLM(

@@ -60,6 +60,7 @@ def engine(random_target):
         target_layer_ids=LAYERS,
         kv_cache_gib=0.125,
         max_num_seqs=8,
+        enable_chunked_prefill=True,
         max_num_batched_tokens=64,
         block_size=KV_BLOCK,
         enable_prefix_caching=True,
@@ -200,3 +201,17 @@ def test_the_capture_check_passes_on_the_targets_own_weights(engine):
 def test_layers_out_of_order_stop_the_engine(random_target):
     with pytest.raises(RuntimeError, match="rising order"):
         TargetEngine(random_target, dtype="float32", max_model_len=64, target_layer_ids=(3, 1), kv_cache_gib=0.125)
+
+
+def test_seeded_replies_need_no_generator_to_be_set_back(random_target):
+    engine = TargetEngine(
+        random_target,
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.125,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+    )
+    # The second and third prompt together do not fit one step: in chunks, vLLM's CPU runner would stop here.
+    asked = [GenerateRequest(f"seeded-{n}", ids_of(60 + n, 150), 5, 0.7, 1.0, n) for n in range(3)]
+    assert [len(reply.ids) for reply in engine.generate(asked)] == [5, 5, 5]
