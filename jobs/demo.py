@@ -77,7 +77,7 @@ def run(config: Config) -> dict[str, Any]:
         fetch_target(config.target.model)
     os.environ[config.serving.token_env] = token = secrets.token_hex(16)
     # Made-up customers need no secret: with a fixed key every run of the demo deals the same mails to the same sets.
-    os.environ.setdefault(config.split_key_env, "slipstream demo")
+    os.environ.setdefault(config.split_key_env, "the split key of the demo")
     registry = Registry(config.promote.tracking_uri, config.root)
     with ExitStack() as stack:
         with watch.step("start_ray"):
