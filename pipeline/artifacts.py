@@ -127,6 +127,25 @@ class AcceptanceReport(Manifest):
     """Role → counts and speed; see pipeline/acceptance.py."""
     settings: dict[str, Any] = {}
     """Everything that must be equal for two measurements to be compared."""
+    looks: list[dict[str, Any]] = []
+    """Where early stopping looked: fraction of the planned prompts, and what was settled there (or None)."""
+    drift: dict[str, float] | None = None
+    """Where only restarts were possible (A B A): the second champion's figures over the first's."""
+
+
+class SpeedReport(Manifest):
+    """Speed of one drafter against concurrency, by speculated tokens; 0 tokens is the target alone."""
+
+    kind: ClassVar[str] = "speeds"
+    points: list[dict[str, Any]] = []
+    """Each with num_speculative_tokens, concurrency, num_requests, tokens_per_s, ttft_p50_s, ttft_p99_s, itl_p50_s,
+    itl_p99_s and, with speculation, acceptance_length."""
+    recommended: dict[str, int] = {}
+    """Concurrency → the number of speculated tokens with the most tokens/s there (0: don't speculate)."""
+    lossless: dict[str, Any] = {}
+    """Greedy replies one at a time, with and without speculation: num_prompts, num_different and, in half precision,
+    num_different_plain (between two plain runs)."""
+    settings: dict[str, Any] = {}
 
 
 class GateDecision(Manifest):

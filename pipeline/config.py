@@ -132,28 +132,68 @@ class EvaluateConfig(Frozen):
     server_url: str | None = None
     """An idle replica with our control endpoint; None starts one."""
     concurrency: int = Field(8, gt=0)
+    """Requests at a time: production's. The verdict on speed and tail latency holds for it."""
     max_tokens: int = Field(128, gt=0)
     max_prompts: int | None = None
-    blocks: int = Field(2, gt=0)
-    """Sittings of the alternation A B … B A that the prompts are dealt into."""
+    blocks: int = Field(6, gt=0)
+    """Sittings of the alternation A B B A … that the prompts are dealt into. The verdict on speed needs several."""
+    early_stop: bool = True
+    """Look after every sitting, and end where the policy's verdict is settled; its error rate holds all the same."""
+    sampling: Literal["greedy", "traffic"] = "greedy"
+    """traffic: every request's own temperature and top-p, with a seed of its own. Walks are compared on greedy alone."""
+    seed: int = 0
     max_repeat_share: float = Field(0.5, gt=0, le=1)
     """A reply with a larger share of repeated 4-grams is a loop and isn't counted; 1 counts every reply."""
+    general_sources: tuple[Path, ...] = ()
+    """Prompt files that guard against narrowing, such as public sets; empty takes the prompts that ship."""
+    general_prompts: int = Field(24, ge=0)
+    """So many of them are served beside the gate set; 0: none."""
+
+
+class SpeedConfig(Frozen):
+    """One drafter → SpeedReport: tokens/s and latencies against concurrency, with and without speculation."""
+
+    concurrencies: tuple[int, ...] = ()
+    """Measured beside evaluate.concurrency, which always is."""
+    num_speculative_tokens: tuple[int, ...] = ()
+    """Numbers to sweep; empty: the drafter's own. The target alone (0) is always measured."""
+    requests_per_slot: int = Field(4, gt=0)
+    """Requests a point, for each of its concurrent clients."""
+    repeats: int = Field(2, gt=0)
+    """Runs of every point; the servers take turns in opposite order."""
+    lossless_prompts: int = Field(16, ge=0)
+    """Greedy replies with and without speculation that are compared token for token."""
 
 
 class GateConfig(Frozen):
-    """AcceptanceReport → GateDecision."""
+    """AcceptanceReport → GateDecision: the policy, kept beside every decision."""
 
     min_lift: float = Field(1.0, gt=0)
     """The lower end of the interval of challenger over champion must be above this ratio."""
-    min_slice_lift: float = Field(0.9, gt=0)
-    """No slice's lift may be under this ratio."""
-    min_speed_ratio: float = Field(0.9, gt=0)
-    """Output tokens/s, challenger over champion, at the evaluated concurrency."""
-    max_walk_gap: float = Field(0.05, gt=0)
-    """Largest relative difference of accepted drafts a step between the offline walk and serving."""
+    error_rate: float = Field(0.05, gt=0, lt=0.5)
+    """Share of gates that may promote a challenger which is no better than min_lift; intervals are one-sided at it."""
+    power: float = Field(0.8, gt=0.5, lt=1)
+    """Share of gates that must promote a challenger which is better by worthwhile_lift."""
+    worthwhile_lift: float = Field(1.05, gt=1)
+    """The smallest gain over min_lift that is worth finding, as a ratio: how many prompts are enough follows from it."""
     min_clusters: int = Field(30, gt=0)
     """Fewer conversations give no verdict."""
-    confidence: float = Field(0.95, gt=0, lt=1)
+    min_slice_lift: float = Field(0.9, gt=0)
+    """No slice may be shown to be under this ratio, corrected for the number of slices."""
+    min_slice_clusters: int = Field(5, gt=1)
+    """A slice of fewer conversations is shown and blocks nothing."""
+    min_general_lift: float = Field(0.9, gt=0)
+    """Nor may the general prompts."""
+    min_speed_ratio: float = Field(0.95, gt=0)
+    """Output tokens/s, challenger over champion, at the evaluated concurrency: the lower end must be above this."""
+    max_tail_ratio: float = Field(1.25, gt=0)
+    """99th percentile of the time between a client's tokens, challenger over champion, at the same concurrency."""
+    max_walk_gap: float = Field(0.05, gt=0)
+    """Largest relative difference of accepted drafts a step between the offline walk and serving."""
+    max_flagged_share: float = Field(0.2, ge=0, lt=1)
+    """More unusable replies than this, and what is left is a selection."""
+    min_recorded_share: float = Field(0.5, ge=0)
+    """A champion that accepts less than this share of what it was last measured at: suspect the environment."""
     resamples: int = Field(10_000, ge=1000)
     seed: int = 0
 
@@ -196,6 +236,7 @@ class Config(Frozen):
     capture: CaptureConfig = CaptureConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    speed: SpeedConfig = SpeedConfig()
     gate: GateConfig = GateConfig()
     promote: PromoteConfig = PromoteConfig()
     serving: ServingConfig = ServingConfig()
@@ -262,5 +303,8 @@ def _anchor_paths(config: Config, base: Path) -> Config:
             "target": config.target.model_copy(update={"model": absolute(config.target.model)}),
             "collect": config.collect.model_copy(update={"sources": tuple(map(absolute, config.collect.sources))}),
             "init": config.init.model_copy(update={"sources": tuple(map(absolute, config.init.sources))}),
+            "evaluate": config.evaluate.model_copy(
+                update={"general_sources": tuple(map(absolute, config.evaluate.general_sources))}
+            ),
         }
     )

@@ -16,7 +16,8 @@ from pipeline import acceptance
 from pipeline.acceptance import RequestAcceptance, count_reply
 from pipeline.artifacts import AcceptanceReport, HiddenStateCache, ResponseSet, package_versions
 from pipeline.config import Config
-from pipeline.errors import FingerprintError, StageError
+from pipeline.errors import StageError
+from pipeline.fingerprint import require_same_settings
 from pipeline.schemas import ACCEPTANCE, RESPONSES
 from pipeline.shards import PartWriter, read_tables, write_table
 from pipeline.sittings import ROLES, Candidates, Server, Sitting, alternate
@@ -110,20 +111,6 @@ def gate_rows(config: Config, responses: Artifact[ResponseSet], *, block_size: i
             "collect.gate_share"
         )
     return rows[: config.evaluate.max_prompts]
-
-
-def require_same_settings(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> None:
-    """Raises: FingerprintError naming every setting that differs between two measurements, with both values."""
-    different = [
-        f"{name}: {first.get(name)!r} != {second.get(name)!r}"
-        for name in sorted({*first, *second})
-        if first.get(name) != second.get(name)
-    ]
-    if different:
-        raise FingerprintError(
-            f"{where}: measured with other settings ({'; '.join(different)}), so the two cannot be compared. "
-            "Measure both again on one server."
-        )
 
 
 def _require_comparable(candidates: Candidates, responses: Artifact[ResponseSet]) -> None:

@@ -1,12 +1,13 @@
-"""Which target, exactly: the fingerprint that stops artifacts of two targets from meeting."""
+"""Which target, and measured how: the fingerprints that stop what cannot be compared from meeting."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts import TargetFingerprint
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, FingerprintError
 
 # Settings of a config.json that name a place or a release, not a model.
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -35,6 +36,20 @@ def target_fingerprint(model: Path, *, dtype: str, target_layer_ids: Sequence[in
         dtype=dtype,
         target_layer_ids=tuple(target_layer_ids),
     )
+
+
+def require_same_settings(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> None:
+    """Raises: FingerprintError naming every setting that differs between two measurements, with both values."""
+    different = [
+        f"{name}: {first.get(name)!r} != {second.get(name)!r}"
+        for name in sorted({*first, *second})
+        if first.get(name) != second.get(name)
+    ]
+    if different:
+        raise FingerprintError(
+            f"{where}: measured with other settings ({'; '.join(different)}), so the two cannot be compared. "
+            "Measure both again on one server."
+        )
 
 
 def _chat_template(model: Path) -> str:

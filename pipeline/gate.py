@@ -27,7 +27,7 @@ from pipeline.artifacts import (
 from pipeline.bootstrap import Interval, compare
 from pipeline.config import Config, GateConfig
 from pipeline.criteria import Reason
-from pipeline.evaluate import require_same_settings
+from pipeline.fingerprint import require_same_settings
 from pipeline.schemas import ACCEPTANCE
 from pipeline.shards import read_tables
 from pipeline.sittings import ROLES

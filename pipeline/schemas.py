@@ -10,6 +10,7 @@ PROMPTS = pa.schema(
         ("conversation", pa.string()),  # keyed hash: decides the split, clusters the bootstrap
         ("split", pa.string()),  # train, validation or gate
         ("slice", pa.string()),  # a group of requests reported apart, e.g. the route
+        ("slices", pa.string()),  # every group it is in, as canonical JSON: dimension → value (pipeline/slices.py)
         ("weight", pa.int32()),  # how many served requests this row stands for (exact duplicates)
         ("messages", pa.string()),  # canonical JSON
         ("tools", pa.string()),  # canonical JSON, or null
@@ -27,11 +28,13 @@ RESPONSES = pa.schema(
         ("conversation", pa.string()),
         ("split", pa.string()),
         ("slice", pa.string()),
+        ("slices", pa.string()),
         ("weight", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),  # what the engine really saw
         ("response_ids", pa.list_(pa.int32())),  # what it emitted; the end-of-turn token is kept on "stop"
         ("finish_reason", pa.string()),  # stop or length
         ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
         ("max_tokens", pa.int32()),  # the budget used
         ("clamped", pa.bool_()),  # the asked budget did not fit the context
     ]
@@ -55,15 +58,19 @@ CACHE = pa.schema(
 ACCEPTANCE = pa.schema(
     [
         ("role", pa.string()),  # champion, challenger or control
+        ("prompt_set", pa.string()),  # gate, or general: the guard against narrowing
         ("row_id", pa.string()),
         ("conversation", pa.string()),
-        ("slice", pa.string()),
+        ("slices", pa.string()),  # canonical JSON: dimension → value
+        ("weight", pa.int32()),  # how many served requests this row stands for
         ("block", pa.int32()),  # which sitting of the alternation this request was in
         ("num_tokens", pa.int32()),  # emitted, the prefill's own token included
         ("num_drafts", pa.int32()),  # verification steps
         ("num_accepted_tokens", pa.int32()),  # the engine's own count
         ("accepted_per_pos", pa.list_(pa.int32())),  # drafts whose position k was accepted
         ("latency_s", pa.float64()),
+        ("ttft_s", pa.float64()),  # to the first token; null where the reply came whole
+        ("itl_s", pa.list_(pa.float32())),  # gaps between the arrivals after it, a step's tokens together
         ("finish_reason", pa.string()),
         ("flag", pa.string()),  # null, or why this reply's counts are not used
     ]
