@@ -19,9 +19,18 @@ import ray
 
 from jobs.session import job_main, start_logging
 from pipeline import evaluate, gate, stages
-from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, HiddenStateCache, ResponseSet
+from pipeline.artifacts import (
+    AcceptanceReport,
+    DrafterCheckpoint,
+    GateDecision,
+    HiddenStateCache,
+    ResponseSet,
+    SpeedReport,
+)
 from pipeline.config import Config
 from pipeline.errors import SlipstreamError, StageError
+from pipeline.gate_prompts import GatePrompts, from_responses
+from pipeline.measured import Walks
 from pipeline.sittings import ROLES, Candidates
 from pipeline.stages import Artifact
 
@@ -43,18 +52,22 @@ def run(
     the current report found for it as the challenger.
     """
     candidates = candidates or _current_candidates(config)
+    evaluate.require_one_engine(candidates)
     responses = responses or stages.current(config.root, "responses", ResponseSet)
     states = states or stages.current(config.root, "states", HiddenStateCache)
     if recorded is None:
         recorded = _recorded(config, candidates["champion"])
     report = _remote(_serve, config, dict(candidates), responses, states, recorded)
-    return report, gate.run(config, report)
+    return report, gate.run(config, report, speed=_speed(config, candidates["challenger"]))
 
 
 def walk_gate_rows(
-    config: Config, candidates: Candidates, responses: Artifact[ResponseSet], states: Artifact[HiddenStateCache]
-) -> dict[str, dict[str, Any]]:
-    """Role → counts of the walk over the rows, and up to the budgets, that are served. Empty without such states."""
+    config: Config, candidates: Candidates, prompts: GatePrompts, states: Artifact[HiddenStateCache]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Role → row → counts of the walk over what is served, up to its budget. Empty without such states.
+
+    Only replies that were drawn as they are served now are walked: a greedy answer says nothing of a sampled one.
+    """
     from dataclasses import replace
 
     from drafter.checkpoint import load_drafter
@@ -62,20 +75,20 @@ def walk_gate_rows(
     from drafter.frozen import read_frozen
     from drafter.walk import walk
 
-    block_size = candidates["champion"].manifest.block_size
-    budgets = {r["row_id"]: r["num_tokens"] for r in evaluate.gate_rows(config, responses, block_size=block_size)}
+    served = {r["row_id"]: r for r in prompts.gate if r["temperature"] == r["sampling"]["temperature"]}
     rows = []
     for row in read_rows(states, "gate"):
-        if row.row_id in budgets:
-            end = min(row.num_tokens, row.num_prompt_tokens + budgets[row.row_id])
-            rows.append(replace(row, ids=row.ids[:end], states=row.states[: end - 1]))
+        if row.row_id in served:
+            end = min(row.num_tokens, row.num_prompt_tokens + served[row.row_id]["num_tokens"])
+            # Each row is its own slice: what is served and counted in the end decides which rows are compared.
+            rows.append(replace(row, slice=row.row_id, ids=row.ids[:end], states=row.states[: end - 1]))
     if not rows:
         return {}
     frozen = read_frozen(config.target.model)
     walks = {}
     for role, candidate in candidates.items():
-        counts, _ = walk(load_drafter(candidate.folder)[0], frozen, rows)
-        walks[role] = counts.as_dict()
+        counts, by_row = walk(load_drafter(candidate.folder)[0], frozen, rows)
+        walks[role] = {row_id: one.as_dict() for row_id, one in by_row.items()}
         logger.info("evaluate: walk of the %s over %d gate rows: %.3f", role, len(rows), counts.acceptance_length)
     return walks
 
@@ -89,11 +102,14 @@ def _serve(
 ) -> Artifact[AcceptanceReport]:
     from jobs.served import ServedDrafters
 
-    def walk() -> dict[str, dict[str, Any]]:
-        return walk_gate_rows(config, candidates, responses, states)
+    block_size = candidates["champion"].manifest.block_size
+    prompts = from_responses(config, responses, block_size=block_size)
+
+    def walk() -> Walks:
+        return walk_gate_rows(config, candidates, prompts, states)
 
     with ServedDrafters(config, folders=[candidate.folder for candidate in candidates.values()]) as server:
-        return evaluate.run(config, candidates, responses, server=server, walk=walk, states=states, recorded=recorded)
+        return evaluate.run(config, candidates, prompts, server=server, walk=walk, states=states, recorded=recorded)
 
 
 def _remote(work: Any, *arguments: Any) -> Any:
@@ -127,6 +143,15 @@ def _current_candidates(config: Config) -> dict[str, Artifact[DrafterCheckpoint]
     known = json.loads(names.read_text()) if names.exists() else {}
     roles = [role for role in ROLES if role in known or role != "control"]
     return {role: stages.current(config.root, role, DrafterCheckpoint) for role in roles}
+
+
+def _speed(config: Config, challenger: Artifact[DrafterCheckpoint]) -> Artifact[SpeedReport] | None:
+    """The challenger's speed against concurrency, where `slipstream speed` has measured it."""
+    try:
+        found = stages.current(config.root, "speed", SpeedReport)
+    except StageError:
+        return None
+    return found if found.manifest.parents.get("drafter") == challenger.id else None
 
 
 def _recorded(config: Config, champion: Artifact[DrafterCheckpoint]) -> float | None:

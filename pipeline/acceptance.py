@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline import slices
+
 # Why a reply's counts are not used.
 FAILED = "failed"
 NO_METRICS = "no_metrics"
@@ -164,12 +166,38 @@ def _trimmed(row: Mapping[str, Any]) -> int:
     return row["num_drafts"] + row["num_accepted_tokens"] - (row["num_tokens"] - 1)
 
 
+def traffic(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The two lengths weighted back to the traffic: a prompt that was served nine times counts nine times."""
+    num_requests = num_tokens = num_drafts = num_accepted = 0
+    for row in rows:
+        num_requests += row["weight"]
+        num_tokens += row["weight"] * row["num_tokens"]
+        num_drafts += row["weight"] * row["num_drafts"]
+        num_accepted += row["weight"] * row["num_accepted_tokens"]
+    return {
+        "num_requests": num_requests,
+        "served_acceptance_length": acceptance_length(num_drafts, num_accepted) if num_drafts else None,
+        "emitted_tokens_per_step": emitted_tokens_per_step(num_tokens, num_drafts, num_requests)
+        if num_drafts
+        else None,
+    }
+
+
 def by_slice(rows: Iterable[Mapping[str, Any]]) -> dict[str, Totals]:
-    """The sums of each slice, by name."""
+    """``dimension=value`` → sums of that slice; a request is in one slice of every dimension."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(row["slice"], []).append(row)
+        for name in slices.names(row["slices"]):
+            groups.setdefault(name, []).append(row)
     return {name: total(groups[name]) for name in sorted(groups)}
+
+
+def count_plain(token_ids: Sequence[int], *, max_repeat_share: float = MAX_REPEAT_SHARE) -> RequestAcceptance:
+    """The counts of a reply of the target alone: every token after the prefill's was a step of its own."""
+    counted = RequestAcceptance(len(token_ids), max(0, len(token_ids) - 1), 0, ())
+    if counted.num_drafts == 0:
+        return replace(counted, flag=NO_STEP)
+    return replace(counted, flag=LOOP) if is_loop(token_ids, max_repeat_share=max_repeat_share) else counted
 
 
 def flagged(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.slices import collected_slices
+
 
 class Rejected(Exception):
     """A record that cannot become a prompt; the message is the reason, counted and never quoting text."""
@@ -21,6 +23,8 @@ class CanonicalRequest:
     top_p: float
     max_tokens: int | None
     slice: str
+    slices: str
+    """Every group it is in, as canonical JSON: dimension → value."""
     subject: str
     """Who or what conversation it belongs to: decides the split, so all turns of one share it."""
 
@@ -55,19 +59,22 @@ def canonical_request(body: dict[str, Any]) -> CanonicalRequest:
     """
     params = body["params"] if isinstance(body.get("params"), dict) else body
     _require_supported(body, params)
-    messages = _messages(body)
+    messages, template_args = _messages(body), _template_args(params)
+    route = str(body.get("slice") or body.get("route") or "default")
+    slices = collected_slices(body, route=route, messages=messages, template_args=template_args)
     try:
         request = CanonicalRequest(
             messages=canonical_json(messages),
             tools=_tools(body.get("tools", params.get("tools"))),
-            template_args=canonical_json(_template_args(params)),
+            template_args=canonical_json(template_args),
             temperature=_number(params, "temperature", default=1.0, low=0.0),
             top_p=_number(params, "top_p", default=1.0, low=0.0),
             max_tokens=_max_tokens(params),
-            slice=str(body.get("slice") or body.get("route") or "default"),
+            slice=route,
+            slices=canonical_json(slices),
             subject=_subject(body, messages),
         )
-        (request.prompt + request.slice + request.subject).encode()
+        (request.prompt + request.slices + request.subject).encode()
     except UnicodeEncodeError:
         raise Rejected("not_unicode")
     except ValueError:

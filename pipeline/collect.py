@@ -19,7 +19,7 @@ from pipeline.shards import PartWriter, write_table
 from pipeline.sources import Record, Source, Unreadable, find_sources, read_records
 from pipeline.split import SplitKey, load_key, split_of
 
-STAGE, VERSION = "collect", 1
+STAGE, VERSION = "collect", 2
 
 # Policy at work, not damage: these records don't count towards max_reject_share.
 _BY_POLICY = ("no_consent",)
@@ -149,6 +149,7 @@ def _rows(prompts: dict[str, _Prompt], key: SplitKey, settings: CollectConfig) -
                 "conversation": conversation,
                 "split": split_of(key, conversation, **shares),
                 "slice": request.slice,
+                "slices": request.slices,
                 "weight": prompt.weight,
                 "messages": request.messages,
                 "tools": request.tools,

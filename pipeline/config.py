@@ -140,7 +140,7 @@ class EvaluateConfig(Frozen):
     early_stop: bool = True
     """Look after every sitting, and end where the policy's verdict is settled; its error rate holds all the same."""
     sampling: Literal["greedy", "traffic"] = "greedy"
-    """traffic: every request's own temperature and top-p, with a seed of its own. Walks are compared on greedy alone."""
+    """A reply with a larger share of repeated 4-grams is a loop and not counted; 1 counts every reply."""
     seed: int = 0
     max_repeat_share: float = Field(0.5, gt=0, le=1)
     """A reply with a larger share of repeated 4-grams is a loop and isn't counted; 1 counts every reply."""
@@ -175,7 +175,7 @@ class GateConfig(Frozen):
     power: float = Field(0.8, gt=0.5, lt=1)
     """Share of gates that must promote a challenger which is better by worthwhile_lift."""
     worthwhile_lift: float = Field(1.05, gt=1)
-    """The smallest gain over min_lift that is worth finding, as a ratio: how many prompts are enough follows from it."""
+    """Share of gates that may promote a challenger no better than min_lift; intervals are one-sided at it."""
     min_clusters: int = Field(30, gt=0)
     """Fewer conversations give no verdict."""
     min_slice_lift: float = Field(0.9, gt=0)

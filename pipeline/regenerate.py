@@ -27,7 +27,7 @@ from pipeline.schemas import PROMPTS, RESPONSES
 from pipeline.shards import PartWriter, read_tables, write_table
 from pipeline.stages import Artifact
 
-STAGE, VERSION = "regenerate", 1
+STAGE, VERSION = "regenerate", 2
 
 logger = logging.getLogger("slipstream")
 
@@ -187,13 +187,14 @@ def _responses(
 
 
 def _response_row(item: Planned, reply: Reply) -> dict[str, Any]:
-    kept = {name: item.row[name] for name in ("row_id", "conversation", "split", "slice", "weight")}
+    kept = {name: item.row[name] for name in ("row_id", "conversation", "split", "slice", "slices", "weight")}
     return {
         **kept,
         "prompt_ids": list(item.request.prompt_ids),
         "response_ids": list(reply.ids),
         "finish_reason": reply.finish_reason,
         "temperature": item.request.temperature,
+        "top_p": item.request.top_p,
         "max_tokens": item.request.max_tokens,
         "clamped": item.clamped,
     }

@@ -1,14 +1,15 @@
 """The sittings of a comparison: one engine, its drafters swapped in turn, in an order that cancels drift.
 
 The prompts are dealt into sittings, and every sitting visits the drafters in the opposite order of the one
-before (A B C, C B A), so that a slow change of the machine meets all of them alike.
+before (A B C, C B A), so that a slow change of the machine meets all of them alike. Where a drafter cannot be
+swapped in, since it has another shape or there is none, every drafter has one visit and the champion a second one
+at the end (A B A): how far that is from the first is the drift.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.artifacts import DrafterCheckpoint
@@ -18,7 +19,11 @@ logger = logging.getLogger("slipstream")
 
 ROLES = ("champion", "challenger", "control")
 
-Candidates = Mapping[str, Artifact[DrafterCheckpoint]]
+Candidates = Mapping[str, Artifact[DrafterCheckpoint] | None]
+"""Role → drafter; None: the target alone."""
+
+Prompts = Sequence[Mapping[str, Any]]
+"""Rows with ``prompt_ids``, a token budget ``num_tokens`` and ``sampling``."""
 
 
 class Reply(Protocol):
@@ -28,6 +33,9 @@ class Reply(Protocol):
     """What the engine emitted, exactly."""
     finish_reason: str | None
     latency_s: float
+    ttft_s: float | None
+    itl_s: Sequence[float]
+    """Gaps between the arrivals after the first."""
     spec: Mapping[str, Any] | None
     """The reply's ``metrics.speculative_decoding``."""
     error: str | None
@@ -37,8 +45,11 @@ class Reply(Protocol):
 class Server(Protocol):
     """One engine that serves the target and can change its drafter."""
 
-    def use(self, role: str, folder: Path, manifest: DrafterCheckpoint) -> None:
-        """Serve with this drafter from now on, its caches empty."""
+    def swaps(self, candidates: Candidates) -> bool:
+        """Whether it can change between these without a restart."""
+
+    def use(self, role: str, drafter: Artifact[DrafterCheckpoint] | None) -> None:
+        """Serve with this drafter from now on, or with none, its caches empty."""
 
     def answer(self, requests: Sequence[Mapping[str, Any]], *, concurrency: int) -> Sequence[Reply]:
         """The replies to these completion requests, in order, ``concurrency`` at a time."""
@@ -51,53 +62,92 @@ class Server(Protocol):
 class Sitting:
     """What one drafter answered in one block."""
 
+    prompts: Prompts
     replies: list[Reply]
     wall_s: float
     settings: dict[str, Any]
+    general: Prompts = ()
+    general_replies: list[Reply] = field(default_factory=list)
+
+
+Sittings = dict[tuple[int, str], Sitting]
+"""(block, role) → sitting."""
+
+
+@dataclass
+class Course:
+    """The prompts of a comparison, and how they are served."""
+
+    gate: Prompts
+    general: Prompts
+    warm_up: Prompts
+    num_blocks: int
+    concurrency: int
+
+    def part(self, block: int) -> tuple[Prompts, Prompts]:
+        """The gate prompts and the general ones of a block."""
+        return self.gate[block :: self.num_blocks], self.general[block :: self.num_blocks]
+
+    def sit(self, server: Server, block: int, role: str) -> Sitting:
+        """One drafter's answers to one block, warmed up; the drafter is in use already."""
+        gate, general = self.part(block)
+        if self.warm_up:
+            server.answer(_requests(self.warm_up), concurrency=self.concurrency)
+        started = time.monotonic()
+        replies = list(server.answer(_requests(gate), concurrency=self.concurrency))
+        wall_s = time.monotonic() - started
+        others = list(server.answer(_requests(general), concurrency=self.concurrency)) if general else []
+        logger.info(
+            "evaluate: sitting %d/%d, %s: %d replies in %.1f s", block + 1, self.num_blocks, role, len(replies), wall_s
+        )
+        return Sitting(gate, replies, wall_s, dict(server.settings()), general, others)
 
 
 def alternate(
-    candidates: Candidates,
-    prompts: Sequence[Mapping[str, Any]],
-    *,
-    num_blocks: int,
-    concurrency: int,
-    warm_up: Sequence[Mapping[str, Any]],
-    server: Server,
-) -> dict[tuple[int, str], Sitting]:
-    """(block, role) → what that drafter answered to ``prompts[block::num_blocks]``.
+    candidates: Candidates, course: Course, *, server: Server, settled: Callable[[Sittings, int], bool]
+) -> Sittings:
+    """What every drafter answered, block by block: all blocks, or those until ``settled(sittings, blocks done)``.
 
-    Prompts are rows with ``prompt_ids`` and a token budget ``num_tokens``. Whatever happens, the server is
-    left with the champion.
+    Whatever happens, the server is left with the champion.
     """
     roles = [role for role in ROLES if role in candidates]
-    sittings = {}
+    sittings: Sittings = {}
     try:
-        for block in range(num_blocks):
+        for block in range(course.num_blocks):
             for role in roles if block % 2 == 0 else reversed(roles):
-                server.use(role, candidates[role].folder, candidates[role].manifest)
-                if warm_up:
-                    server.answer(_requests(warm_up), concurrency=concurrency)
-                started = time.monotonic()
-                replies = server.answer(_requests(prompts[block::num_blocks]), concurrency=concurrency)
-                wall_s = time.monotonic() - started
-                sittings[block, role] = Sitting(list(replies), wall_s, dict(server.settings()))
-                logger.info(
-                    "evaluate: sitting %d/%d, %s: %d replies in %.1f s",
-                    *(block + 1, num_blocks, role, len(replies), wall_s),
-                )
+                server.use(role, candidates[role])
+                sittings[block, role] = course.sit(server, block, role)
+            if block + 1 < course.num_blocks and settled(sittings, block + 1):
+                logger.info("evaluate: settled after %d of %d sittings", block + 1, course.num_blocks)
+                break
     finally:
-        server.use("champion", candidates["champion"].folder, candidates["champion"].manifest)
+        server.use("champion", candidates["champion"])
     return sittings
 
 
-def _requests(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_restarts(candidates: Candidates, course: Course, *, server: Server) -> tuple[Sittings, Sittings]:
+    """What every drafter answered in a visit of its own, and what the champion answered in its second visit."""
+    visits = [role for role in ROLES if role in candidates] + ["champion"]
+    sittings: Sittings = {}
+    again: Sittings = {}
+    for number, role in enumerate(visits):
+        server.use(role, candidates[role])
+        kept = again if number == len(visits) - 1 else sittings
+        for block in range(course.num_blocks):
+            kept[block, role] = course.sit(server, block, role)
+    return sittings, again
+
+
+def _requests(rows: Prompts) -> list[dict[str, Any]]:
+    """Completion requests of exact ids, streamed: only then are there times of single tokens."""
     return [
         {
             "prompt": list(row["prompt_ids"]),
             "max_tokens": row["num_tokens"],
-            "temperature": 0.0,
+            **row["sampling"],
             "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         for row in rows
     ]

@@ -1,6 +1,7 @@
 """Swap the drafter of a running server: ``--middleware serving.control.ControlEndpoint``.
 
     GET  /slipstream/status   what every worker serves
+    GET  /slipstream/engine   the engine's settings, with or without a drafter
     POST /slipstream/swap     {"folder", "version", "sha256", "expected_version"}
 
 Settings come from the environment: ``SLIPSTREAM_CONTROL_TOKEN`` (without it both routes answer 503; vLLM's
@@ -19,6 +20,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from serving.engine.settings import engine_settings
 from serving.engine.versions import require_supported_vllm
 from serving.errors import PreflightError
 from serving.preflight import check_drafter, read_config
@@ -75,11 +77,13 @@ class ControlEndpoint:
         state = scope["app"].state
         if route == ("GET", "status"):
             return await self._status(state)
+        if route == ("GET", "engine"):
+            return {"status": "ok", "engine": engine_settings(state.engine_client.vllm_config)}
         if route == ("POST", "swap"):
             order = _parse_swap(await _read_body(receive))
             # Once begun a swap runs to its end, also when the caller hangs up: a paused engine must resume.
             return await asyncio.shield(asyncio.create_task(self._swap(state, order)))
-        raise Refusal(404, f"{scope['method']} {scope['path']}: expected GET status or POST swap")
+        raise Refusal(404, f"{scope['method']} {scope['path']}: expected GET status, GET engine or POST swap")
 
     def _authorize(self, scope: Scope) -> None:
         if not self.token:

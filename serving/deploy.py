@@ -78,6 +78,14 @@ def status(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
     return answer
 
 
+def engine(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """A replica's engine settings (serving/engine/settings.py). Raises: DeployError when it cannot be asked."""
+    answer = _call(url, token, "engine", None, timeout_s)
+    if answer["status"] != "ok":
+        raise DeployError(f"{url}: {answer.get('reason')}")
+    return answer["engine"]
+
+
 def swap_replica(
     url: str,
     token: str,

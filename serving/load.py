@@ -4,8 +4,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -29,7 +30,9 @@ class Reply:
     started_s: float
     latency_s: float
     ttft_s: float | None
-    """Time to the first event; None for answers that come whole."""
+    """Time to the first tokens; None for answers that come whole."""
+    itl_s: list[float]
+    """Gaps between the arrivals after it; with speculation a step's tokens arrive together."""
 
 
 async def drive(
@@ -138,13 +141,12 @@ async def _one(
 ) -> Reply:
     route = "/v1/chat/completions" if "messages" in request else "/v1/completions"
     started = time.perf_counter()
-    status, parts, ttft_s, error = 0, [], None, None
+    status, parts, arrivals, error = 0, [], [], None
     try:
         async with session.post(base_url + route, json=request, headers=headers) as answer:
             status = answer.status
             async for chunk in answer.content.iter_any():
-                if ttft_s is None and request.get("stream"):
-                    ttft_s = time.perf_counter() - started
+                arrivals.append(time.perf_counter() - started)
                 parts.append(chunk)
     except (aiohttp.ClientError, TimeoutError, OSError) as problem:
         error = f"{type(problem).__name__}: {problem}"
@@ -155,19 +157,18 @@ async def _one(
         error = f"HTTP {status}: {body[:500].decode(errors='replace')}"
     if error is None:
         try:
-            fields = _from_events(body) if request.get("stream") else _from_whole(json.loads(body))
+            fields = _from_events(parts, arrivals) if request.get("stream") else _from_whole(json.loads(body))
         except (ValueError, KeyError, IndexError, TypeError) as problem:
             error = f"the answer cannot be read ({type(problem).__name__}: {problem})"
-    empty = dict.fromkeys(("prompt_token_ids", "token_ids", "finish_reason", "usage", "spec"))
+    empty = dict.fromkeys(("prompt_token_ids", "token_ids", "finish_reason", "usage", "spec", "ttft_s"))
     return Reply(
         index=index,
         ok=error is None,
         error=error,
         status=status,
-        **{"text": "", **empty, **fields},
+        **{"text": "", "itl_s": [], **empty, **fields},
         started_s=started - origin,
         latency_s=latency_s,
-        ttft_s=ttft_s,
     )
 
 
@@ -184,12 +185,12 @@ def _from_whole(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_events(body: bytes) -> dict[str, Any]:
+def _from_events(parts: Sequence[bytes], arrivals: Sequence[float]) -> dict[str, Any]:
+    """The reply that a stream's events add up to; ``arrivals`` are the times of the pieces that carried them."""
     whole: dict[str, Any] = {"text": "", "token_ids": None, "prompt_token_ids": None, "finish_reason": None}
     whole |= {"usage": None, "spec": None}
-    for line in body.split(b"\n"):
-        if not line.startswith(b"data:") or (payload := line[5:].strip()) == b"[DONE]":
-            continue
+    times: list[float] = []
+    for payload, arrival in _payloads(parts, arrivals):
         event = json.loads(payload)
         if "error" in event:
             raise ValueError(f"the stream ends in an error: {event['error']}")
@@ -197,11 +198,25 @@ def _from_events(body: bytes) -> dict[str, Any]:
         whole["spec"] = (event.get("metrics") or {}).get("speculative_decoding") or whole["spec"]
         whole["prompt_token_ids"] = event.get("prompt_token_ids") or whole["prompt_token_ids"]
         for choice in (event.get("choices") or [])[:1]:
-            whole["text"] += (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+            text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+            whole["text"] += text
             whole["prompt_token_ids"] = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
             if choice.get("token_ids"):
                 whole["token_ids"] = (whole["token_ids"] or []) + choice["token_ids"]
+            if choice.get("token_ids") or text:
+                times.append(arrival)
             whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
-    if b"[DONE]" not in body[-200:]:
+    if b"[DONE]" not in b"".join(parts[-2:])[-200:]:
         raise ValueError("the stream was cut short")
-    return whole
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return {**whole, "ttft_s": times[0] if times else None, "itl_s": gaps}
+
+
+def _payloads(parts: Sequence[bytes], arrivals: Sequence[float]) -> Iterator[tuple[bytes, float]]:
+    """Each event's data, with the time when its last byte had come."""
+    rest = b""
+    for part, arrival in zip([*parts, b"\n"], [*arrivals, arrivals[-1] if arrivals else 0.0], strict=True):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                yield payload, arrival

@@ -6,6 +6,7 @@ Default deny: nothing is written unless the environment says what counts as cons
     SLIPSTREAM_TAP_CONSENT         "header:NAME=VALUE", a header that only the gateway can set, or "allow_all"
     SLIPSTREAM_TAP_SUBJECT_HEADER  trusted header that names the subject (optional)
     SLIPSTREAM_TAP_SLICE_HEADER    trusted header that names the slice (optional)
+    SLIPSTREAM_TAP_TENANT_HEADER   trusted header that names the tenant (optional)
 
 Clients get byte for byte what they would have got. Bodies are only referenced on the event loop; a thread
 parses and writes. Its queue is bounded: what does not fit is dropped and counted, never waited for.
@@ -103,6 +104,7 @@ class TrafficTap:
                 consent_source=self.policy.source,
                 subject_header=_header_name("SLIPSTREAM_TAP_SUBJECT_HEADER"),
                 slice_header=_header_name("SLIPSTREAM_TAP_SLICE_HEADER"),
+                tenant_header=_header_name("SLIPSTREAM_TAP_TENANT_HEADER"),
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -149,13 +151,14 @@ class TrafficLog:
         consent_source: str,
         subject_header: bytes | None,
         slice_header: bytes | None,
+        tenant_header: bytes | None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"traffic-{os.getpid()}-{time.time_ns() // 1_000_000}.jsonl"
         self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self.counts = counts
         self.consent_source = consent_source
-        self.subject_header, self.slice_header = subject_header, slice_header
+        self.subject_header, self.slice_header, self.tenant_header = subject_header, slice_header, tenant_header
         self.queue: queue.Queue[Exchange | None] = queue.Queue(maxsize=QUEUE_SIZE)
         self.thread = threading.Thread(target=self._write_all, name="slipstream-tap", daemon=True)
         self.thread.start()
@@ -195,6 +198,7 @@ class TrafficLog:
             "model": request.get("model"),
             "route": exchange.route,
             "slice": self._trusted(exchange, self.slice_header),
+            "tenant": self._trusted(exchange, self.tenant_header),
             "subject": self._trusted(exchange, self.subject_header),
             "consent": "recorded",
             "consent_source": self.consent_source,
