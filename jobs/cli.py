@@ -107,6 +107,12 @@ COMMANDS: dict[str, Command] = {
         "champion and challenger serve the same held-out prompts, in turn on one engine",
         "slipstream evaluate --set evaluate.concurrency=16",
     ),
+    "compare": Command(
+        "jobs.compare",
+        "two drafters (or one and none) and a file of prompts → a verdict, with a page",
+        "slipstream compare drafter-a drafter-b --target TARGET --prompts prompts.jsonl",
+        parses_itself=True,
+    ),
     "promote": Command(
         "jobs.promote",
         "judge the report; on a pass, register the challenger as approved",

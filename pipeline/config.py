@@ -190,6 +190,9 @@ class GateConfig(Frozen):
     """99th percentile of the time between a client's tokens, challenger over champion, at the same concurrency."""
     max_walk_gap: float = Field(0.05, gt=0)
     """Largest relative difference of accepted drafts a step between the offline walk and serving."""
+    require_walk: bool = True
+    """Without a walk of the challenger there is no promotion; a comparison of drafters without cached states turns it
+    off."""
     max_flagged_share: float = Field(0.2, ge=0, lt=1)
     """More unusable replies than this, and what is left is a selection."""
     min_recorded_share: float = Field(0.5, ge=0)
@@ -261,14 +264,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: no such config file; give one with --config, infra/slipstream.toml is a model")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}")
+    return resolve(data, overrides, where=str(path), base=path.resolve().parent)
+
+
+def resolve(data: dict[str, Any], overrides: Sequence[str] = (), *, where: str, base: Path) -> Config:
+    """The configuration that these tables and overrides make; relative paths are relative to ``base``.
+
+    Raises: ConfigError with the key and what was expected; ``where`` says what the tables came from.
+    """
     for override in overrides:
         _apply(data, override)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']} (found {e['input']!r})" for e in error.errors()]
-        raise ConfigError(f"{path}: {len(lines)} setting(s) cannot be used:\n" + "\n".join(lines))
-    return _anchor_paths(config, path.resolve().parent)
+        raise ConfigError(f"{where}: {len(lines)} setting(s) cannot be used:\n" + "\n".join(lines))
+    return _anchor_paths(config, base)
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import evaluate
+from pipeline import evaluate, gate_prompts
 from pipeline.artifacts import DrafterCheckpoint, ResponseSet, TargetFingerprint, commit, describe_file, verify
 from pipeline.config import Config
 from pipeline.errors import FingerprintError, StageError
+from pipeline.fingerprint import require_same_settings
 from pipeline.schemas import ACCEPTANCE, RESPONSES
 from pipeline.shards import read_tables
 from pipeline.stages import Artifact
@@ -29,6 +30,8 @@ class ScriptedReply:
     spec: dict | None
     finish_reason: str | None = "stop"
     latency_s: float = 0.01
+    ttft_s: float | None = 0.004
+    itl_s: list[float] = field(default_factory=lambda: [0.001, 0.003])
     error: str | None = None
 
 
@@ -41,10 +44,14 @@ class ScriptedServer:
     role: str | None = None
     changes: dict = field(default_factory=dict)
     fail: set[int] = field(default_factory=set)
+    can_swap: bool = True
 
-    def use(self, role, folder, manifest):
+    def swaps(self, candidates):
+        return self.can_swap
+
+    def use(self, role, drafter):
         self.role = role
-        self.events.append(("use", role, folder))
+        self.events.append(("use", role, drafter and drafter.folder))
 
     def settings(self):
         return {"engine": "scripted", **self.changes.get(self.role, {})}
@@ -77,11 +84,13 @@ def response(i, *, split="gate", prompt=None, reply=None, max_tokens=64):
         "conversation": f"conversation{i // 2}",
         "split": split,
         "slice": "mail" if i % 2 else "code",
-        "weight": 1,
+        "slices": json.dumps({"route": "mail" if i % 2 else "code"}),
+        "weight": 1 + i % 3,
         "prompt_ids": prompt or [i + 1, 7, 8],
         "response_ids": reply or list(range(20)),
         "finish_reason": "stop",
         "temperature": 0.0,
+        "top_p": 1.0,
         "max_tokens": max_tokens,
         "clamped": False,
     }
@@ -118,6 +127,19 @@ def candidates_of(*roles, **changed):
 
 
 THREE = ("champion", "challenger", "control")
+ONE_WALK = {
+    "num_replies": 1,
+    "num_tokens": 25,
+    "num_drafts": 10,
+    "num_accepted_tokens": 5,
+    "num_accepted_tokens_per_pos": [4, 1, 0],
+}
+# Two of the rows were walked, and one that was never served.
+WALKS = {
+    "row000": ONE_WALK,
+    "row002": ONE_WALK | {"num_accepted_tokens": 10, "num_accepted_tokens_per_pos": [6, 3, 1]},
+    "other": ONE_WALK,
+}
 
 
 @pytest.fixture
@@ -125,8 +147,14 @@ def config(tmp_path):
     return Config(
         root=tmp_path,
         target={"model": tmp_path / "model", "max_model_len": 256},
-        evaluate={"concurrency": 4, "max_tokens": 25, "blocks": 2},
+        evaluate={"concurrency": 4, "max_tokens": 25, "blocks": 2, "early_stop": False, "general_prompts": 0},
     )
+
+
+def evaluated(config, candidates, responses, **settings):
+    """The report on the gate rows of these responses."""
+    prompts = gate_prompts.from_responses(config, responses, block_size=K + 1)
+    return evaluate.run(config, candidates, prompts, **settings)
 
 
 def server_of(**changes):
@@ -139,7 +167,7 @@ def rows_for_ten():
 
 def test_the_sittings_alternate_and_every_role_answers_every_prompt_once(config, tmp_path):
     server = server_of()
-    evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+    evaluated(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
     used = [event[1] for event in server.events if event[0] == "use"]
     assert used == [*THREE, *reversed(THREE), "champion"]
     answers = [event for event in server.events if event[0] == "answer"]
@@ -157,16 +185,15 @@ def test_prompts_go_in_as_the_exact_ids_greedy(config, tmp_path):
     server = server_of()
     inner = server.answer
     server.answer = lambda requests, *, concurrency: seen.extend(requests) or inner(requests, concurrency=concurrency)
-    evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+    evaluated(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
     gate = [request for request in seen if request["prompt"][0] <= 10]
     assert all(r["temperature"] == 0 and r["return_token_ids"] and r["max_tokens"] == 25 for r in gate)
 
 
 def test_what_was_measured_is_the_count_of_what_was_answered(config, tmp_path):
     responses = responses_of(tmp_path, rows_for_ten())
-    walk = {"num_drafts": 100, "num_accepted_tokens": 90, "num_accepted_tokens_per_pos": [60, 20, 10]}
-    report = evaluate.run(
-        config, candidates_of(*THREE), responses, server=server_of(), walk=lambda: {"control": walk}, recorded=2.1
+    report = evaluated(
+        config, candidates_of(*THREE), responses, server=server_of(), walk=lambda: {"control": WALKS}, recorded=2.1
     ).manifest
     # Budget 25: champion 12 steps of 2 tokens, challenger 6 of 4, control 8 of 3; all emit 25.
     expected = {"champion": (12, 1), "challenger": (6, 3), "control": (8, 2)}
@@ -179,15 +206,24 @@ def test_what_was_measured_is_the_count_of_what_was_answered(config, tmp_path):
         assert one["emitted_tokens_per_step"] == 24 / steps
         assert one["flagged"] == {}
         assert one["tokens_per_s"] > 0
-        assert one["slices"]["mail"]["num_requests"] == one["slices"]["code"]["num_requests"] == 5
+        assert one["slices"]["route=mail"]["num_requests"] == one["slices"]["route=code"]["num_requests"] == 5
+        assert one["slices"]["length=≤128"]["num_requests"] == one["slices"]["temperature=≤0"]["num_requests"] == 10
+        assert one["traffic"]["num_requests"] == sum(1 + i % 3 for i in range(10))
+        assert one["latency"] == {"ttft_p50_s": 0.004, "ttft_p99_s": 0.004, "itl_p50_s": 0.002, "itl_p99_s": 0.003}
+        assert [part["block"] for part in one["sittings"]] == [0, 1]
+        assert sum(part["num_tokens"] for part in one["sittings"]) == 250
         assert one["num_replies_different"] == 0
-    assert report.measured["control"]["walk"] == walk
+    walk = report.measured["control"]["walk"]
+    assert (walk["num_drafts"], walk["num_accepted_tokens"]) == (20, 15)
+    assert walk["num_accepted_tokens_per_pos"] == [10, 4, 1]
+    assert walk["served"]["num_drafts"] == 2 * 8
+    assert walk["slices"]["route=code"]["num_drafts"] == 20
     assert report.measured["champion"]["walk"] is None
     assert report.measured["champion"]["recorded_acceptance_length"] == 2.1
 
 
 def test_the_table_has_one_row_a_role_and_request_and_no_text(config, tmp_path):
-    report = evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server_of())
+    report = evaluated(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server_of())
     verify(report.folder, report.manifest)
     table = read_tables(report.folder, report.manifest.shards, ACCEPTANCE).to_pylist()
     assert len({(row["role"], row["row_id"]) for row in table}) == len(table) == 30
@@ -199,9 +235,9 @@ def test_the_table_has_one_row_a_role_and_request_and_no_text(config, tmp_path):
 
 def test_an_evaluation_that_is_complete_touches_no_server(config, tmp_path):
     responses = responses_of(tmp_path, rows_for_ten())
-    first = evaluate.run(config, candidates_of(*THREE), responses, server=server_of())
+    first = evaluated(config, candidates_of(*THREE), responses, server=server_of())
     untouched = server_of()
-    again = evaluate.run(config, candidates_of(*THREE), responses, server=untouched)
+    again = evaluated(config, candidates_of(*THREE), responses, server=untouched)
     assert again == first
     assert untouched.events == []
 
@@ -218,20 +254,20 @@ def test_an_interrupted_evaluation_leaves_the_champion_serving_and_no_artifact(c
 
     server.answer = break_off
     with pytest.raises(KeyboardInterrupt):
-        evaluate.run(config, candidates_of(*THREE), responses, server=server)
+        evaluated(config, candidates_of(*THREE), responses, server=server)
     assert server.role == "champion"
     assert not list((tmp_path / "reports").glob("*/manifest.json"))
-    assert evaluate.run(config, candidates_of(*THREE), responses, server=server_of()).manifest.counts["prompts"] == 10
+    assert evaluated(config, candidates_of(*THREE), responses, server=server_of()).manifest.counts["prompts"] == 10
 
 
 def test_case_9_settings_that_move_between_sittings_are_refused_with_both_values(config, tmp_path):
     server = server_of(changes={"challenger": {"chat_template": "think-on"}})
     with pytest.raises(FingerprintError, match=r"chat_template: None != 'think-on'"):
-        evaluate.run(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
+        evaluated(config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server)
 
 
 def test_case_9_the_fingerprint_names_everything_that_moves_acceptance(config, tmp_path):
-    settings = evaluate.run(
+    settings = evaluated(
         config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server_of()
     ).manifest.settings
     assert settings["target"]["chat_template"] == "think-off"
@@ -239,20 +275,20 @@ def test_case_9_the_fingerprint_names_everything_that_moves_acceptance(config, t
     assert (settings["block_size"], settings["max_tokens"], settings["sampling"]) == (4, 25, {"temperature": 0.0})
     assert settings["engine"] == "scripted"
     with pytest.raises(FingerprintError, match="max_tokens: 25 != 26"):
-        evaluate.require_same_settings(settings, settings | {"max_tokens": 26}, where="two reports")
+        require_same_settings(settings, settings | {"max_tokens": 26}, where="two reports")
 
 
 def test_case_9_other_rendered_prompts_are_another_fingerprint(config, tmp_path):
     thinking = [response(i, prompt=[i + 1, 7, 8, 9]) for i in range(10)]
-    one = evaluate.run(
+    one = evaluated(
         config, candidates_of(*THREE), responses_of(tmp_path / "a", rows_for_ten()), server=server_of()
     ).manifest.settings
     other_root = config.model_copy(update={"root": tmp_path / "b"})
-    other = evaluate.run(
+    other = evaluated(
         other_root, candidates_of(*THREE), responses_of(tmp_path / "b", thinking), server=server_of()
     ).manifest.settings
     with pytest.raises(FingerprintError, match="prompts: "):
-        evaluate.require_same_settings(one, other, where="two reports")
+        require_same_settings(one, other, where="two reports")
 
 
 @pytest.mark.parametrize(
@@ -260,30 +296,95 @@ def test_case_9_other_rendered_prompts_are_another_fingerprint(config, tmp_path)
     [
         ({"block_size": 8}, "block_size: 4 != 8"),
         ({"mask_token_id": 5}, "mask_token_id: 2 != 5"),
-        ({"fingerprint": TARGET.model_copy(update={"weights": "x"})}, "weights: x != w"),
+        ({"fingerprint": TARGET.model_copy(update={"target_layer_ids": (1, 4)})}, r"\[1, 3\] != \[1, 4\]"),
     ],
 )
-def test_drafters_that_cannot_share_an_engine_are_refused(config, tmp_path, changed, message):
-    server = server_of()
+def test_drafters_that_cannot_share_an_engine_are_refused_for_a_promotion(changed, message):
     with pytest.raises(FingerprintError, match=message):
-        evaluate.run(
-            config,
-            candidates_of(*THREE, challenger=changed),
-            responses_of(tmp_path, rows_for_ten()),
-            server=server,
+        evaluate.require_one_engine(candidates_of("champion", "challenger", challenger=changed))
+
+
+def test_a_drafter_of_another_target_is_refused_before_anything_is_served(config, tmp_path):
+    server = server_of()
+    other = {"fingerprint": TARGET.model_copy(update={"weights": "x"})}
+    with pytest.raises(FingerprintError, match="weights: x != w"):
+        evaluated(
+            config, candidates_of(*THREE, challenger=other), responses_of(tmp_path, rows_for_ten()), server=server
         )
     assert server.events == []
 
 
+def with_evaluate(config, **changes):
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=changes)})
+
+
+def test_what_was_served_nine_times_counts_nine_times_in_the_traffic_alone(config, tmp_path):
+    rows = [response(0, max_tokens=25) | {"weight": 9}, response(1, max_tokens=5) | {"weight": 1}]
+    measured = evaluated(
+        config, candidates_of("champion", "challenger"), responses_of(tmp_path, rows), server=server_of()
+    ).manifest.measured["challenger"]
+    # Budget 25: 6 steps of 4 tokens; budget 5: one step.
+    assert (measured["num_tokens"], measured["num_drafts"]) == (30, 7)
+    assert measured["traffic"]["num_requests"] == 10
+    assert measured["traffic"]["emitted_tokens_per_step"] == (9 * 24 + 4) / (9 * 6 + 1)
+
+
+def test_a_clear_win_ends_the_sittings_early_and_the_looks_are_on_record(config, tmp_path):
+    rows = [response(i, max_tokens=20 + i % 7) for i in range(200)]
+    early = with_evaluate(config, early_stop=True, blocks=10)
+    lenient = early.gate.model_copy(
+        update={"min_clusters": 10, "resamples": 1000, "require_walk": False, "min_speed_ratio": 0.01}
+    )
+    early = early.model_copy(update={"gate": lenient})
+    report = evaluated(
+        early, candidates_of("champion", "challenger"), responses_of(tmp_path, rows), server=server_of()
+    ).manifest
+    assert report.counts["planned"] == 200
+    assert report.counts["prompts"] < 200
+    *before, last = report.looks
+    assert all(look["settled"] is None for look in before)
+    assert last["settled"] == "promote"
+    assert last["fraction"] == report.counts["prompts"] / 200
+
+
+def test_where_only_restarts_are_possible_the_champion_comes_twice_and_the_drift_is_reported(config, tmp_path):
+    server = server_of(can_swap=False, changes={"challenger": {"speculation": {"num_speculative_tokens": 7}}})
+    candidates = candidates_of("champion", "challenger", challenger={"block_size": 8})
+    report = evaluated(config, candidates, responses_of(tmp_path, rows_for_ten()), server=server).manifest
+    assert [event[1] for event in server.events if event[0] == "use"] == ["champion", "challenger", "champion"]
+    assert report.counts["requests"] == 20  # the second visit is for the drift alone
+    assert report.drift["emitted_tokens_per_step"] == 1.0
+    assert report.drift["tokens_per_s"] > 0
+    assert report.looks == []
+
+
+def test_the_target_alone_emits_one_token_a_step(config, tmp_path):
+    server = server_of(can_swap=False)
+    inner = server._reply
+
+    def reply(request):
+        found = inner(request)
+        found.spec = found.spec if server.role == "challenger" else None
+        return found
+
+    server._reply = reply
+    candidates = candidates_of("challenger") | {"champion": None}
+    report = evaluated(config, candidates, responses_of(tmp_path, rows_for_ten()), server=server).manifest
+    assert report.parents["champion"] == "none"
+    champion, challenger = report.measured["champion"], report.measured["challenger"]
+    assert (champion["emitted_tokens_per_step"], champion["served_acceptance_length"]) == (1.0, 1.0)
+    assert (champion["flagged"], challenger["emitted_tokens_per_step"]) == ({}, 4.0)
+
+
 def test_case_74_there_is_no_evaluation_without_the_champion(config, tmp_path):
     with pytest.raises(StageError, match="no champion"):
-        evaluate.run(config, candidates_of("challenger"), responses_of(tmp_path, rows_for_ten()), server=server_of())
+        evaluated(config, candidates_of("challenger"), responses_of(tmp_path, rows_for_ten()), server=server_of())
 
 
 def test_case_72_prompts_that_end_in_loops_are_not_served(config, tmp_path):
     rows = [response(i, reply=[9] * 40 if i < 3 else None) for i in range(10)]
     responses = responses_of(tmp_path, rows)
-    served = evaluate.gate_rows(config, responses, block_size=K + 1)
+    served = gate_prompts.gate_rows(config, responses, block_size=K + 1)
     assert [row["row_id"] for row in served] == [f"row{i:03d}" for i in range(3, 10)]
 
 
@@ -295,31 +396,33 @@ def test_budgets_keep_clear_of_the_contexts_end(config, tmp_path):
         response(3),
         response(4, split="validation"),
     ]
-    served = evaluate.gate_rows(config, responses_of(tmp_path, rows), block_size=4)
+    served = gate_prompts.gate_rows(config, responses_of(tmp_path, rows), block_size=4)
     assert {row["row_id"]: row["num_tokens"] for row in served} == {"row000": 12, "row002": 10, "row003": 25}
 
 
 def test_at_most_the_configured_prompts_are_served_and_always_the_same(config, tmp_path):
     responses = responses_of(tmp_path, list(reversed(rows_for_ten())))
-    few = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"max_prompts": 4})})
-    assert [r["row_id"] for r in evaluate.gate_rows(few, responses, block_size=4)] == [f"row{i:03d}" for i in range(4)]
+    few = with_evaluate(config, max_prompts=4)
+    assert [r["row_id"] for r in gate_prompts.gate_rows(few, responses, block_size=4)] == [
+        f"row{i:03d}" for i in range(4)
+    ]
 
 
 def test_no_gate_rows_stop_the_stage(config, tmp_path):
     responses = responses_of(tmp_path, [response(0, split="train")])
     with pytest.raises(StageError, match="no usable gate rows"):
-        evaluate.run(config, candidates_of(*THREE), responses, server=server_of())
+        evaluated(config, candidates_of(*THREE), responses, server=server_of())
 
 
 def test_a_failed_request_is_flagged_for_all_roles_and_many_stop_the_stage(config, tmp_path):
     rows = [response(i) for i in range(30)]
     responses = responses_of(tmp_path, rows)
-    report = evaluate.run(config, candidates_of(*THREE), responses, server=server_of(fail={1})).manifest
+    report = evaluated(config, candidates_of(*THREE), responses, server=server_of(fail={1})).manifest
     assert report.measured["champion"]["flagged"] == {"failed": 1}
     assert report.measured["champion"]["num_requests"] == 29
     other = config.model_copy(update={"root": tmp_path / "other"})
     with pytest.raises(StageError, match="HTTP 500"):
-        evaluate.run(other, candidates_of(*THREE), responses, server=server_of(fail={1, 2, 3}))
+        evaluated(other, candidates_of(*THREE), responses, server=server_of(fail={1, 2, 3}))
     assert not list((tmp_path / "other" / "reports").glob("*/manifest.json"))
 
 
@@ -334,7 +437,7 @@ def test_replies_unlike_the_champions_are_counted(config, tmp_path):
         return found
 
     server._reply = reply
-    measured = evaluate.run(
+    measured = evaluated(
         config, candidates_of(*THREE), responses_of(tmp_path, rows_for_ten()), server=server
     ).manifest.measured
     assert {role: one["num_replies_different"] for role, one in measured.items()} == {
@@ -345,7 +448,7 @@ def test_replies_unlike_the_champions_are_counted(config, tmp_path):
 
 
 def test_a_report_is_plain_json(config, tmp_path):
-    report = evaluate.run(
+    report = evaluated(
         config, candidates_of("champion", "challenger"), responses_of(tmp_path, rows_for_ten()), server=server_of()
     )
     json.loads((report.folder / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
