@@ -1,32 +1,47 @@
 """The verdict as one page for people: self-contained HTML, no script, nothing fetched, light and dark.
 
-Geometry is worked out here, in the units the template draws with: per cent for bars and intervals, a fixed
-grid for line charts. The template (report.html.j2) only places and names things.
+The first screen answers what a busy reader asks: promote or not, how much faster, how sure, what can go wrong. What
+each part shows is worked out in findings.py, where things lie in a drawing in charts.py; the template
+(report.html.j2, with report.css.j2 and report_parts.html.j2) only places and names things.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.acceptance import accepted_drafts_per_step
-from pipeline.artifacts import AcceptanceReport
-from pipeline.bootstrap import Interval
-from pipeline.criteria import walk_gap
+from pipeline import charts, findings, findings_speed
+from pipeline.artifacts import AcceptanceReport, SpeedReport
+from pipeline.findings import figure
 from pipeline.gate import Verdict
 
 TEMPLATE = "report.html.j2"
-TITLES = {"promote": "Promote", "hold": "Hold", "reject": "Reject", "cannot_say": "Cannot say"}
-
-# Line charts: the drawing inside its margins, in units of about a CSS pixel.
-_WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40, 10, 10, 30
+TITLES = {
+    "promote": "Promote",
+    "hold": "Hold",
+    "reject": "Reject",
+    "cannot_say": "Cannot say",
+    "dont_speculate": "Don't speculate",
+}
+_MEANING = {
+    "promote": "Better, and nothing that was asked for got worse.",
+    "hold": "Not shown either way, or there is something for a person to look at.",
+    "reject": "Shown not to be good enough.",
+    "cannot_say": "This measurement carries no verdict.",
+    "dont_speculate": "The target alone is faster there.",
+}
 
 
 def render(
-    verdict: Verdict, report: AcceptanceReport, *, curves: Mapping[str, Sequence[Mapping[str, float]]], title: str
+    verdict: Verdict,
+    report: AcceptanceReport,
+    *,
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    title: str,
+    speed: SpeedReport | None = None,
+    names: Mapping[str, str] | None = None,
+    policy_id: str | None = None,
 ) -> str:
-    """The page, as HTML."""
+    """The page, as HTML. ``names``: role → what the page calls it; ``curves``: role → training curve."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -36,165 +51,83 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["figure"] = figure
-    measured = report.measured
+    label = {**{role: role for role in report.measured}, **(names or {})}
+    environment.filters |= {"figure": figure, "times": findings.times, "percent": findings.percent, "ms": findings.ms}
+    environment.globals["label"] = label
     return environment.get_template(TEMPLATE).render(
         title=title,
         verdict=verdict,
-        verdict_title=TITLES[verdict.decision],
-        summary=_summary(verdict),
-        failed=[reason for reason in verdict.reasons if reason.passed is False],
-        passed=[reason for reason in verdict.reasons if reason.passed is True],
-        shown=[reason for reason in verdict.reasons if reason.passed is None],
-        tiles=_tiles(measured),
-        comparisons=intervals(verdict.comparisons),
-        slices=_slices(verdict.slices, measured),
-        acceptance=bars({role: one["served_acceptance_length"] for role, one in measured.items()}),
-        speed=bars({role: one["tokens_per_s"] for role, one in measured.items()}),
-        positions=line_chart({role: _per_position(one) for role, one in measured.items()}, from_zero=True),
-        curves=[(name, chart) for name, chart in _curve_charts(curves).items() if chart],
-        walks=[_walk_row(role, one) for role, one in measured.items() if one.get("walk")],
-        measured=measured,
+        verdict_title=_title(verdict),
+        meaning=_MEANING[verdict.decision],
+        summary=_summary(verdict, label),
+        policy_id=policy_id,
         report=report,
+        measured=report.measured,
+        target=report.fingerprint.model_dump(mode="json") if report.fingerprint else report.settings.get("target"),
+        settings={name: value for name, value in report.settings.items() if name != "target"},
+        **_reasons(verdict),
+        **_parts(verdict, report, curves=curves, speed=speed, label=label),
     )
 
 
-def figure(value: float | None, digits: int = 2) -> str:
-    """A number as the page shows it; a dash where there is none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
-
-
-def bars(values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """One bar a role: its length in per cent of the longest, from zero."""
-    longest = max((value for value in values.values() if _known(value)), default=1) or 1
-    return [
-        {"role": role, "value": value, "percent": 100 * value / longest if _known(value) else 0}
-        for role, value in values.items()
-    ]
-
-
-def intervals(rows: Mapping[str, Interval]) -> dict[str, Any]:
-    """Ratios and their intervals on one axis in per cent, with the place of 1.0 and the ticks."""
-    known = [v for one in rows.values() for v in (one.ratio, one.low, one.high) if _known(v)]
-    low, high = min([*known, 1.0]), max([*known, 1.0])
-    margin = 0.06 * (high - low) or 0.1
-    low, high = low - margin, high + margin
-
-    def place(value: float) -> float | None:
-        return round(100 * (value - low) / (high - low), 2) if _known(value) else None
-
+def _parts(
+    verdict: Verdict,
+    report: AcceptanceReport,
+    *,
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    speed: SpeedReport | None,
+    label: Mapping[str, str],
+) -> dict[str, Any]:
+    """What every part of the page draws from."""
+    measured = report.measured
     return {
-        "one": place(1.0),
-        "ticks": [(place(tick), f"{tick:g}") for tick in ticks(low, high, 4)],
-        "rows": [
-            {"name": name, "at": place(i.ratio), "from": place(i.low), "to": place(i.high), "interval": i}
-            for name, i in rows.items()
-        ],
+        "tiles": findings.tiles(verdict, report),
+        "sure": findings.sure(verdict, report),
+        "risks": findings.risks(verdict, report),
+        "comparisons": findings.comparisons(verdict, label),
+        "slices": findings.slices(verdict, report),
+        "acceptance": charts.bars({role: one["served_acceptance_length"] for role, one in measured.items()}),
+        "tokens_per_s": charts.bars({role: one["tokens_per_s"] for role, one in measured.items()}),
+        "latency": findings.latencies(measured),
+        "positions": findings.positions(measured),
+        "speed": findings_speed.speed(speed, findings_speed.pays_up_to(speed)) if speed and speed.points else None,
+        "general": findings.general(measured),
+        "walks": [findings.walk_row(role, one) for role, one in measured.items() if one.get("walk")],
+        "prompts": findings.prompts(verdict),
+        "curves": [(name, chart) for name, chart in findings.curves(curves).items() if chart],
+        "looks": findings.looks(report),
+        "lineage": findings.lineage(report, speed),
     }
 
 
-def line_chart(
-    series: Mapping[str, Sequence[tuple[float, float]]], *, from_zero: bool = False
-) -> dict[str, Any] | None:
-    """Lines on one pair of axes, in the template's grid; None without a point."""
-    series = {name: [p for p in points if _known(p[1])] for name, points in series.items()}
-    points = [point for one in series.values() for point in one]
-    if not points:
-        return None
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = (0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points)
-    if x_high == x_low:
-        x_low, x_high = x_low - 0.5, x_high + 0.5
-    margin = 0.05 * (y_high - y_low) or 0.1
-    y_low, y_high = (0.0 if from_zero else y_low - margin), y_high + margin
-
-    def x_at(x: float) -> float:
-        return round(_LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def y_at(y: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
+def _reasons(verdict: Verdict) -> dict[str, Any]:
+    """The reasons by what came out; what failed in the order of its weight."""
+    weight = {verdict.decision: 0}
+    failed = [reason for reason in verdict.reasons if reason.passed is False]
     return {
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "left": _LEFT,
-        "right": _WIDTH - _RIGHT,
-        "bottom": _HEIGHT - _BOTTOM,
-        "x_ticks": [(x_at(t), f"{t:g}") for t in ticks(x_low, x_high, 8) if t == int(t)],
-        "y_ticks": [(y_at(t), f"{t:g}") for t in ticks(y_low, y_high, 4)],
-        "lines": [
-            {"role": name, "points": [(x_at(x), y_at(y)) for x, y in one], "last": one[-1][1]}
-            for name, one in series.items()
-            if one
-        ],
+        "failed": sorted(failed, key=lambda reason: weight.get(reason.verdict, 1)),
+        "passed": [reason for reason in verdict.reasons if reason.passed is True],
+        "shown": [reason for reason in verdict.reasons if reason.passed is None],
     }
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers within the range, about ``count`` of them."""
-    rough = (high - low) / count
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
-    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+def _title(verdict: Verdict) -> str:
+    title = TITLES[verdict.decision]
+    up_to = getattr(verdict, "speculate_up_to", None)
+    if verdict.decision == "dont_speculate" and up_to:
+        title += f" above {up_to} request{'s' if up_to > 1 else ''} at a time"
+    return title
 
 
-def _summary(verdict: Verdict) -> str:
+def _summary(verdict: Verdict, label: Mapping[str, str]) -> str:
     lift = verdict.lift
-    if not all(map(_known, (lift.ratio, lift.low, lift.high))):
-        return "The lift could not be measured; the reasons below say why."
+    if not all(map(charts.known, (lift.ratio, lift.low, lift.high))):
+        return "The lift could not be measured; the reasons say why."
     word = "more" if lift.ratio >= 1 else "fewer"
-    return (
-        f"Clients get {abs(lift.ratio - 1):.0%} {word} tokens from each step of the target: {lift.ratio:.2f} × the "
-        f"champion, interval {lift.low:.2f} to {lift.high:.2f}, {lift.num_clusters} conversations."
-    )
-
-
-def _tiles(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The three figures that a busy reader looks for, before and after."""
-    before, after = measured["champion"], measured["challenger"]
-    names = {
-        "emitted_tokens_per_step": ("Emitted tokens a step", 2),
-        "served_acceptance_length": ("Acceptance length, as the engine counts", 2),
-        "tokens_per_s": ("Output tokens a second", 1),
-    }
-    return [
-        {"name": name, "before": before[key], "after": after[key], "digits": digits}
-        for key, (name, digits) in names.items()
-    ]
-
-
-def _slices(lifts: Mapping[str, Interval], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each slice's interval on the common axis, with its length before and after."""
-    drawn = intervals(lifts)
-    for row in drawn["rows"]:
-        for role in ("champion", "challenger"):
-            row[role] = measured[role]["slices"].get(row["name"], {}).get("emitted_tokens_per_step")
-    return drawn
-
-
-def _per_position(one: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(position from 1, share of drafts accepted up to there, in per cent)."""
-    counts = one["num_accepted_tokens_per_pos"]
-    return [(k + 1, 100 * accepted_drafts_per_step(one["num_drafts"], count)) for k, count in enumerate(counts)]
-
-
-def _curve_charts(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, Any] | None]:
-    keys = {"Walk acceptance length on validation rows": "walk_acceptance_length", "Training loss": "loss"}
-    return {
-        name: line_chart({role: [(p["step"], p[key]) for p in curve if key in p] for role, curve in curves.items()})
-        for name, key in keys.items()
-    }
-
-
-def _walk_row(role: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    walk = one["walk"]
-    return {
-        "role": role,
-        "walked": accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"]),
-        "served": accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"]),
-        "gap": walk_gap(one),
-    }
-
-
-def _known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    said = f"Clients get {abs(lift.ratio - 1):.0%} {word} tokens from each step of the target than with "
+    said += label["champion"] if label["champion"] != "champion" else "the champion"
+    said += f" (interval {lift.low:.2f} to {lift.high:.2f} ×)"
+    speed = getattr(verdict, "speed", None)
+    if speed is not None and charts.known(speed.ratio):
+        said += f", and {abs(speed.ratio - 1):.0%} {'more' if speed.ratio >= 1 else 'fewer'} tokens a second"
+    return said + "."

@@ -1,8 +1,7 @@
 """The verdict's page: whole in itself, and saying what was measured."""
 
+from html import unescape
 from html.parser import HTMLParser
-
-import pytest
 
 from pipeline import report
 from pipeline.artifacts import AcceptanceReport
@@ -82,7 +81,7 @@ def test_the_page_is_whole_in_itself():
     assert outline.open == []
     assert not {"script", "link", "img", "iframe", "object"} & set(outline.tags)
     assert not {"src", "href", "onclick", "onload"} & {name for name, _ in outline.attributes}
-    assert "http:" not in html and "https:" not in html and "url(" not in html and "@import" not in html
+    assert not any(word in html for word in ("http:", "https:", "url(", "@import"))
 
 
 def test_the_page_says_what_was_decided_and_measured():
@@ -108,7 +107,7 @@ def test_text_from_outside_cannot_become_markup():
 def test_every_decision_has_a_title_and_light_and_dark_colours():
     for decision in report.TITLES:
         html = page(decision=decision)
-        assert report.TITLES[decision] in html
+        assert report.TITLES[decision] in unescape(html)
         assert "prefers-color-scheme: dark" in html and "width=device-width" in html
 
 
@@ -127,36 +126,3 @@ def test_what_was_not_measured_is_a_dash_and_not_a_number():
     html = page(decision="cannot_say", lift=Interval(NAN, NAN, NAN, 0), measured=measured)
     assert "could not be measured" in html
     assert "nan" not in Outline(html).text.lower()
-
-
-def test_bars_are_as_long_as_their_values_from_zero():
-    drawn = report.bars({"champion": 1.5, "challenger": 3.0, "control": None})
-    assert [row["percent"] for row in drawn] == [50, 100, 0]
-
-
-def test_intervals_share_one_axis_that_holds_the_line_of_no_difference():
-    drawn = report.intervals({"a": Interval(1.5, 1.4, 1.6, 9), "b": Interval(2.0, 1.9, 2.1, 9)})
-    (a, b) = drawn["rows"]
-    assert 0 < drawn["one"] < a["from"] < a["at"] < a["to"] < b["from"] < b["to"] < 100
-    assert a["at"] - a["from"] == pytest.approx(b["at"] - b["from"], abs=0.05)
-
-
-def test_lines_keep_their_order_and_stay_inside():
-    chart = report.line_chart({"challenger": [(0, 1.0), (100, 2.0), (200, 1.5)]})
-    (line,) = chart["lines"]
-    (x0, y0), (x1, y1), (x2, y2) = line["points"]
-    assert x0 < x1 < x2
-    assert y1 < y2 < y0  # the drawing's y points down
-    assert chart["left"] <= x0 and x2 <= chart["right"]
-    assert y1 >= 0
-    assert y0 <= chart["bottom"]
-
-
-def test_no_points_draw_no_chart():
-    assert report.line_chart({"challenger": []}) is None
-    assert report.line_chart({"challenger": [(0, NAN)]}) is None
-
-
-def test_ticks_are_round_and_inside():
-    assert report.ticks(0.93, 1.62, 4) == [1.0, 1.2, 1.4, 1.6]
-    assert report.ticks(0, 400, 5) == [0, 100, 200, 300, 400]

@@ -1,0 +1,242 @@
+"""What the page shows of a verdict and its report, part by part: which figures, in what order, in which words."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline import charts
+from pipeline.acceptance import accepted_drafts_per_step
+from pipeline.artifacts import AcceptanceReport, SpeedReport
+from pipeline.bootstrap import Interval
+from pipeline.charts import known
+from pipeline.criteria import walk_gap
+from pipeline.gate import Verdict
+
+NONE = "–"
+# A dimension with more slices than this shows its worst ones and folds the others.
+MAX_ROWS = 8
+_PROMPTS = 8  # gained most, and lost most
+
+
+def figure(value: float | None, digits: int = 2) -> str:
+    """A number as the page shows it; a dash where there is none."""
+    return f"{value:,.{digits}f}" if known(value) else NONE
+
+
+def times(one: Interval | None) -> str:
+    """``1.46 × (1.39 to 1.54)``."""
+    if one is None or not known(one.ratio):
+        return NONE
+    return f"{one.ratio:.2f} × ({figure(one.low)} to {figure(one.high)})"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share in per cent."""
+    return f"{100 * value:.{digits}f}%" if known(value) else NONE
+
+
+def ms(seconds: float | None) -> str:
+    """Seconds as milliseconds, to about three digits."""
+    return f"{1000 * seconds:,.{1 if seconds < 0.01 else 0}f}" if known(seconds) else NONE
+
+
+def tiles(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
+    """How much faster, before and after: at the clients, and at each step of the target."""
+    before, after = report.measured["champion"], report.measured["challenger"]
+    concurrency = report.settings.get("concurrency", "?")
+    speed, lift = getattr(verdict, "speed", None), verdict.lift
+    return [
+        {
+            "name": "How much faster?",
+            "before": figure(before["tokens_per_s"], 1),
+            "after": figure(after["tokens_per_s"], 1),
+            "unit": f"tokens a second, {concurrency} requests at a time",
+            "sure": times(speed) if speed else _ratio(after["tokens_per_s"], before["tokens_per_s"]),
+        },
+        {
+            "name": "How many more tokens a step?",
+            "before": figure(before["emitted_tokens_per_step"]),
+            "after": figure(after["emitted_tokens_per_step"]),
+            "unit": "tokens that clients get from each step of the target",
+            "sure": times(lift),
+        },
+    ]
+
+
+def _ratio(after: float | None, before: float | None) -> str:
+    return f"{after / before:.2f} ×" if known(after) and known(before) and before else NONE
+
+
+def risks(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
+    """What can go wrong, each with its figure and whether the policy let it pass (None: not asked for)."""
+    state = {reason.code: reason.passed for reason in verdict.reasons}
+    found = []
+    if (worst := _worst_slice(verdict)) is not None:
+        name, one = worst
+        found.append(_risk(f"weakest slice, {name}", times(one), state.get(f"slice:{name}")))
+    for code, name in (("tail", "99th percentile between tokens"), ("general", "general prompts")):
+        if (one := getattr(verdict, code, None)) is not None:
+            found.append(_risk(name, times(one), state.get(code)))
+    left_out = sum(sum(one["flagged"].values()) for one in report.measured.values())
+    if left_out:
+        found.append(_risk("replies left out", f"{left_out:,}", state.get("flagged")))
+    if report.drift:
+        drift = max(report.drift.values(), key=lambda value: abs(value - 1) if known(value) else math.inf)
+        found.append(_risk("the machine's own drift", f"{figure(drift)} ×", None))
+    return found
+
+
+def _risk(name: str, said: str, passed: bool | None) -> dict[str, Any]:
+    return {"name": name, "said": said, "passed": passed}
+
+
+def _worst_slice(verdict: Verdict) -> tuple[str, Interval] | None:
+    """The slice with the lowest lift among those that the policy asks something of; else among all."""
+    asked = {reason.code for reason in verdict.reasons if reason.passed is not None}
+    measured = {name: one for name, one in verdict.slices.items() if known(one.ratio)}
+    rows = {name: one for name, one in measured.items() if f"slice:{name}" in asked} or measured
+    return min(rows.items(), key=lambda item: item[1].ratio, default=None)
+
+
+def comparisons(verdict: Verdict, label: Mapping[str, str]) -> dict[str, Any]:
+    """Every comparison of two drafters on one axis."""
+    rows = {}
+    for name, one in verdict.comparisons.items():
+        a, b = name.split("/")
+        rows[f"{label.get(a, a)} over {label.get(b, b)}"] = one
+    return charts.intervals(rows)
+
+
+def slices(verdict: Verdict, report: AcceptanceReport) -> dict[str, Any] | None:
+    """Every slice on one axis, by dimension; of a dimension with many, the worst in sight."""
+    if not verdict.slices:
+        return None
+    floors = {reason.code: reason for reason in verdict.reasons if reason.code.startswith("slice:")}
+    floor = next((reason.limit for reason in floors.values() if reason.limit is not None), None)
+    drawn = charts.intervals(verdict.slices, floor=floor)
+    dimensions: dict[str, list[dict[str, Any]]] = {}
+    for row in drawn["rows"]:
+        dimension, _, value = row["name"].rpartition("=")
+        reason = floors.get(f"slice:{row['name']}")
+        dimensions.setdefault(dimension or "slice", []).append(
+            row | {"value": value, "passed": reason.passed if reason else None, **_slice_counts(row["name"], report)}
+        )
+    return drawn | {"floor_value": floor, "dimensions": {name: _folded(rows) for name, rows in dimensions.items()}}
+
+
+def _slice_counts(name: str, report: AcceptanceReport) -> dict[str, Any]:
+    before, after = (report.measured[role]["slices"].get(name, {}) for role in ("champion", "challenger"))
+    everything = report.measured["champion"]["num_requests"]
+    return {
+        "before": before.get("emitted_tokens_per_step"),
+        "after": after.get("emitted_tokens_per_step"),
+        "share": before["num_requests"] / everything if everything and "num_requests" in before else None,
+    }
+
+
+def _folded(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows in sight, and rows to unfold: few in their natural order, many from the worst on."""
+    if len(rows) <= MAX_ROWS:
+        return {"rows": sorted(rows, key=lambda row: _natural(row["value"])), "more": []}
+    worst = sorted(rows, key=lambda row: (row["passed"] is not False, row["at"] is None, row["at"]))
+    return {"rows": worst[:MAX_ROWS], "more": worst[MAX_ROWS:]}
+
+
+def _natural(value: str) -> list[tuple[int, float, str]]:
+    """Sorts ≤128 before ≤2048, and >8192 after both."""
+    parts = re.findall(r"\d+(?:\.\d+)?|[^\d]+", value.replace("≤", "").replace(">", "9" * 12))
+    return [(0, float(part), "") if part[0].isdigit() else (1, 0.0, part) for part in parts]
+
+
+def latencies(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Role by role, time to first token and between tokens; empty where replies came whole."""
+    rows = [{"role": role, **(one.get("latency") or {})} for role, one in measured.items()]
+    return rows if any(known(value) for row in rows for name, value in row.items() if name != "role") else []
+
+
+def positions(measured: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Share of drafts accepted up to each position, as lines and as a table."""
+    series = {role: _per_position(one) for role, one in measured.items()}
+    series = {role: points for role, points in series.items() if points}
+    if (chart := charts.line_chart(series, from_zero=True)) is None:
+        return None
+    width = max(len(points) for points in series.values())
+    rows = [(k + 1, [points[k][1] if k < len(points) else None for points in series.values()]) for k in range(width)]
+    return {"chart": chart, "roles": list(series), "rows": rows}
+
+
+def _per_position(one: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(position from 1, share of drafts accepted up to there, in per cent)."""
+    counts = one["num_accepted_tokens_per_pos"]
+    return [(k + 1, 100 * accepted_drafts_per_step(one["num_drafts"], count)) for k, count in enumerate(counts)]
+
+
+def general(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Role by role, tokens a step on the general prompts."""
+    rows = {role: one["general"] for role, one in measured.items() if one.get("general")}
+    return charts.bars({role: one["emitted_tokens_per_step"] for role, one in rows.items()})
+
+
+def walk_row(role: str, one: Mapping[str, Any]) -> dict[str, Any]:
+    """Accepted drafts a step, walked offline and served."""
+    walk = one["walk"]
+    return {
+        "role": role,
+        "walked": accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"]),
+        "served": accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"]),
+        "gap": walk_gap(one),
+    }
+
+
+def curves(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, Any] | None]:
+    """What was recorded while training, by step."""
+    keys = {"Walk acceptance length on validation rows": "walk_acceptance_length", "Training loss": "loss"}
+    return {
+        name: charts.line_chart(
+            {role: [(p["step"], p[key]) for p in curve if key in p] for role, curve in curves.items()}
+        )
+        for name, key in keys.items()
+    }
+
+
+def looks(report: AcceptanceReport) -> list[dict[str, Any]]:
+    """Where early stopping looked: share of the planned prompts, and what was settled there."""
+    return [{"share": look.get("fraction"), "settled": look.get("settled")} for look in report.looks]
+
+
+def sure(verdict: Verdict, report: AcceptanceReport) -> dict[str, Any]:
+    """The lower end of the lift's interval, how certain it is, and what it rests on."""
+    lift, level = verdict.lift, getattr(verdict, "level", None)
+    lines = [f"or more from each step{f', {level:.1%} certain' if known(level) else ''}"] if known(lift.low) else []
+    lines.append(f"{lift.num_clusters:,} conversations")
+    if report.looks and known(share := report.looks[-1].get("fraction")):
+        lines.append(
+            f"{len(report.looks)} look{'s' if len(report.looks) > 1 else ''}, {share:.0%} of the planned prompts"
+        )
+    return {"figure": f"{lift.low:.2f} ×" if known(lift.low) else NONE, "lines": lines}
+
+
+def prompts(verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The prompts that gained and that lost most, by id."""
+    found = {
+        "Prompts that gained most": getattr(verdict, "gained", ()),
+        "Prompts that lost most": getattr(verdict, "lost", ()),
+    }
+    return [(name, [_prompt(row) for row in rows[:_PROMPTS]]) for name, rows in found.items() if rows]
+
+
+def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    before, after = row.get("champion"), row.get("challenger")
+    return {
+        "row_id": row["row_id"],
+        "before": before,
+        "after": after,
+        "ratio": after / before if known(after) and before else None,
+    }
+
+
+def lineage(report: AcceptanceReport, speed: SpeedReport | None) -> list[tuple[str, str]]:
+    """Name and id of everything that this verdict rests on."""
+    rows = [("report", report.derivation_id), *report.parents.items()]
+    return [*rows, ("speed report", speed.derivation_id)] if speed else rows
