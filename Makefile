@@ -1,6 +1,7 @@
-# make demo     set-up, then the whole loop on this machine
-# make test     set-up, then the tests
-# make install  set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
+# make demo           set-up, then the whole loop on this machine
+# make test           set-up, then the tests
+# make test-services  set-up with PostgreSQL and Chromium, then the tests that need real services; starts and ends them
+# make install        set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
 #
 # PYTHON=python3.11            which interpreter makes .venv
 # TORCH_INDEX_URL=URL          an extra index with torch's +cpu wheels, where pip's own finds none; CPU variant only
@@ -14,10 +15,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EMPTY := $(wildcard packaging/empty/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench lint clean
+.PHONY: help install demo test test-services bench lint clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 install: $(STAMP)
 
@@ -26,6 +27,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-services: install
+	@packaging/install_services "$(PIP)"
+	$(BIN)/python -m pytest tests/services $(PYTEST_ARGS)
 
 bench: install
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --small || exit 1; done
