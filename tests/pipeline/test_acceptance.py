@@ -1,5 +1,6 @@
 """Counts of replies and the lengths derived from them, against counts made by hand."""
 
+import json
 import math
 
 import pytest
@@ -19,8 +20,10 @@ def metrics(per_step, *, num_draft_tokens):
     }
 
 
-def row(counted, *, role="champion", row_id="r", slice="mail"):
-    return {"role": role, "row_id": row_id, "conversation": row_id, "slice": slice, **counted.__dict__}
+def row(counted, *, role="champion", row_id="r", slice="mail", weight=1):
+    slices = json.dumps({"route": slice, "language": "en"})
+    found = {"role": role, "row_id": row_id, "conversation": row_id, "slices": slices, "weight": weight}
+    return {**found, **counted.__dict__}
 
 
 def test_a_reply_is_counted_as_it_was_drafted():
@@ -125,9 +128,26 @@ def test_slices_are_summed_apart():
     fast = count_reply(metrics([2, 2], num_draft_tokens=2), range(7))
     slow = count_reply(metrics([0, 1], num_draft_tokens=2), range(4))
     slices = acceptance.by_slice([row(fast, slice="mail"), row(slow, slice="code"), row(slow, slice="code")])
-    assert slices["mail"].acceptance_length == 3.0
-    assert slices["code"].acceptance_length == 1.5
-    assert slices["code"].num_requests == 2
+    assert slices["route=mail"].acceptance_length == 3.0
+    assert slices["route=code"].acceptance_length == 1.5
+    assert slices["route=code"].num_requests == 2
+    assert slices["language=en"].num_requests == 3
+
+
+def test_the_target_alone_emits_a_token_a_step_and_its_loops_are_flagged():
+    counted = acceptance.count_plain(list(range(9)))
+    assert (counted.num_tokens, counted.num_drafts, counted.num_accepted_tokens, counted.flag) == (9, 8, 0, None)
+    assert acceptance.count_plain([5] * 40).flag == acceptance.LOOP
+    assert acceptance.count_plain([5]).flag == acceptance.NO_STEP
+
+
+def test_the_traffics_lengths_are_ratios_of_weighted_sums():
+    fast = acceptance.RequestAcceptance(11, 5, 5, (5,))
+    slow = acceptance.RequestAcceptance(11, 10, 0, (0,))
+    found = acceptance.traffic([row(fast, weight=9), row(slow, weight=1)])
+    assert found["num_requests"] == 10
+    assert found["emitted_tokens_per_step"] == 100 / (9 * 5 + 10)
+    assert found["served_acceptance_length"] == 1 + 45 / 55
 
 
 def test_no_draft_gives_no_length():

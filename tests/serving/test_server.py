@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from tiny import tiny_drafter, tiny_target
 
-from serving.deploy import Replica, roll_out, run_probe, status, swap_replica
+from serving.deploy import Replica, engine, roll_out, run_probe, status, swap_replica
+from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError
 from serving.launch import VllmServer
 from serving.load import drive_sync
@@ -137,6 +138,26 @@ def test_replies_carry_exact_ids_and_the_engines_counts_streamed_or_whole(fleet)
     assert events.ttft_s < events.latency_s and whole.ttft_s is None
     (failed,) = drive_sync(fleet.url, [request | {"max_tokens": -1}], concurrency=1)
     assert (failed.ok, failed.status) == (False, 400)
+
+
+def test_the_engine_names_the_flags_that_another_server_needs_to_be_its_like(fleet):
+    found = engine(fleet.url, TOKEN)
+    assert (found["dtype"], found["max_model_len"], found["max_num_seqs"]) == ("float32", 512, 8)
+    assert found["speculation"]["num_speculative_tokens"] == 3
+    flags = flags_of(found)
+    assert flags[flags.index("--max-model-len") + 1] == "512"
+    assert "--enable-prefix-caching" in flags
+    with pytest.raises(DeployError, match="token"):
+        engine(fleet.url, "another token")
+
+
+def test_a_streams_tokens_have_times(fleet):
+    request = {"prompt": [0, 9, 10, 11], "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
+    (reply,) = drive_sync(fleet.url, [request | {"return_token_ids": True}], concurrency=1)
+    assert len(reply.token_ids) == 12
+    assert 0 < reply.ttft_s <= reply.latency_s
+    assert reply.ttft_s + sum(reply.itl_s) <= reply.latency_s
+    assert 0 < len(reply.itl_s) < 12
 
 
 def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):

@@ -1,0 +1,108 @@
+"""What a comparison serves: exact ids, a budget that fits, the sampling asked for, and nothing lost silently."""
+
+import json
+
+import pytest
+
+from pipeline import gate_prompts
+from pipeline.artifacts import TargetFingerprint
+from pipeline.config import Config
+from pipeline.errors import ConfigError, StageError
+from tests.tiny import SPECIAL, _tokenizer
+
+TARGET = TargetFingerprint(
+    config="c", tokenizer="t", chat_template="a", weights="w", dtype="float32", target_layer_ids=()
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    _tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return Config(
+        root=tmp_path / "root",
+        target={"model": tmp_path, "max_model_len": 256},
+        evaluate={"max_tokens": 32, "general_prompts": 0},
+    )
+
+
+def with_evaluate(config, **changes):
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=changes)})
+
+
+def prompts_of(config, tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return gate_prompts.from_files(config, [path], fingerprint=TARGET, block_size=4)
+
+
+def said(text, **more):
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def test_a_file_of_prompts_is_rendered_by_the_targets_template_and_repeats_are_counted(config, tmp_path):
+    found = prompts_of(config, tmp_path, said("hello"), {"prompt": "hello"}, said("other", temperature=0.7))
+    assert sorted(row["weight"] for row in found.gate) == [1, 2]
+    bos, user = SPECIAL.index("<|bos|>"), SPECIAL.index("<|user|>")
+    assert all(row["prompt_ids"][:2] == [bos, user] for row in found.gate)
+    assert all(row["sampling"] == {"temperature": 0.0} for row in found.gate)
+
+
+def test_lines_that_cannot_be_served_are_counted_by_reason(config, tmp_path):
+    found = prompts_of(config, tmp_path, said("fine"), "{broken\n", said("n", n=3), said("x" * 400), said("fine too"))
+    assert len(found.gate) == 2
+    assert sum(found.rejects.values()) == 3
+    assert found.rejects["prompt_too_long"] == found.rejects["unsupported_n"] == 1
+
+
+def test_a_file_without_a_usable_line_is_an_error_that_says_what_is_expected(config, tmp_path):
+    with pytest.raises(StageError, match='expected JSON lines with "messages" or "prompt"'):
+        prompts_of(config, tmp_path, "{broken\n")
+    with pytest.raises(ConfigError, match=r"absent\.jsonl"):
+        gate_prompts.from_files(config, [tmp_path / "absent.jsonl"], fingerprint=TARGET, block_size=4)
+
+
+def test_the_traffics_sampling_is_used_where_it_is_asked_for_with_a_seed_of_its_own(config, tmp_path):
+    lines = [said(f"prompt {i}", temperature=0.7, top_p=0.9) for i in range(3)] + [said("greedy", temperature=0)]
+    rows = prompts_of(with_evaluate(config, sampling="traffic"), tmp_path, *lines).gate
+    sampled = [row["sampling"] for row in rows if row["sampling"]["temperature"] > 0]
+    assert len({sampling["seed"] for sampling in sampled}) == len(sampled) == 3
+    assert all((s["temperature"], s["top_p"]) == (0.7, 0.9) for s in sampled)
+    assert sum(row["sampling"] == {"temperature": 0.0} for row in rows) == 1
+    again = prompts_of(with_evaluate(config, sampling="traffic"), tmp_path, *lines).gate
+    assert [row["sampling"] for row in again] == [row["sampling"] for row in rows]
+    other = prompts_of(with_evaluate(config, sampling="traffic", seed=1), tmp_path, *lines).gate
+    assert [row["sampling"] for row in other] != [row["sampling"] for row in rows]
+
+
+def test_a_limit_takes_the_same_prompts_whatever_their_order(config, tmp_path):
+    few = with_evaluate(config, max_prompts=3)
+    lines = [said(f"prompt {i}") for i in range(9)]
+    one = prompts_of(few, tmp_path, *lines).gate
+    other = prompts_of(few, tmp_path, *reversed(lines)).gate
+    assert [row["row_id"] for row in one] == [row["row_id"] for row in other]
+    assert len(one) == 3
+
+
+def test_the_general_prompts_are_those_that_ship_or_a_files(config, tmp_path):
+    shipped, _ = gate_prompts.general_rows(with_evaluate(config, general_prompts=5), block_size=4)
+    assert 0 < len(shipped) <= 5
+    path = tmp_path / "public.jsonl"
+    path.write_text("\n".join(json.dumps(said(f"public {i}")) for i in range(9)))
+    rows, rejects = gate_prompts.general_rows(
+        with_evaluate(config, general_prompts=4, general_sources=(path,)), block_size=4
+    )
+    assert (len(rows), rejects) == (4, {})
+    assert gate_prompts.general_rows(config, block_size=4) == ([], {})
+
+
+def test_case_9_another_thinking_mode_is_another_setting_by_name(config, tmp_path):
+    on = prompts_of(config, tmp_path, said("a", chat_template_kwargs={"enable_thinking": True})).settings()
+    off = prompts_of(config, tmp_path, said("a", chat_template_kwargs={"enable_thinking": False})).settings()
+    assert (on["thinking"], off["thinking"]) == ({"on": 1}, {"off": 1})
+
+
+def test_warming_up_leaves_no_whole_prompt_in_a_cache(config, tmp_path):
+    found = prompts_of(config, tmp_path, *(said("a longer prompt than the opening " * 2 + str(i)) for i in range(6)))
+    assert found.warm_up
+    assert all(len(row["prompt_ids"]) <= 8 for row in found.warm_up)
