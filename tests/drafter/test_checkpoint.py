@@ -152,3 +152,45 @@ def test_a_cold_start_is_its_seeds_and_takes_the_targets_final_gain():
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["fc.weight"], c["fc.weight"])
     assert torch.equal(a["norm.weight"], target.final_norm)
+
+
+def test_case_62_the_block_layout_is_always_written_and_another_one_is_refused(tmp_path):
+    dflash = json.loads((saved(tmp_path) / "config.json").read_text())["dflash_config"]
+    assert (dflash["predicts_from_slot0"], dflash["causal"]) == (False, False)
+    with pytest.raises(ConfigError, match="predicts from slot 0"):
+        shape_of({**config_of(toys.shape()), "dflash_config": {**dflash, "predicts_from_slot0": True}}, where="x")
+
+
+@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_case_66_of_the_four_kinds_of_mask_the_one_that_is_trained_comes_back_and_the_others_are_refused(
+    layers, causal, tmp_path
+):
+    config = config_of(toys.shape())
+    dflash = {**config["dflash_config"], "causal": causal}
+    changed = {**config, "layer_types": [layers] * len(config["layer_types"]), "dflash_config": dflash}
+    if layers == "full_attention" and not causal:
+        model, again = load_drafter(saved(tmp_path, **changed, target_hidden_size=10))
+        assert (again["layer_types"], again["dflash_config"]) == (changed["layer_types"], dflash)
+        assert model.shape == toys.shape()
+    else:
+        with pytest.raises(ConfigError, match="sliding" if layers == "sliding_attention" else "causal"):
+            shape_of(changed, where="x")
+
+
+def test_case_67_rope_is_written_out_and_a_scaling_that_training_does_not_use_is_refused(tmp_path):
+    _, config = load_drafter(
+        saved(tmp_path, rope_theta=1e5, rope_parameters={"rope_theta": 1e5}, target_hidden_size=10)
+    )
+    assert config["rope_theta"] == 1e5
+    assert config["max_position_embeddings"] == toys.shape().max_position_embeddings
+    scaled = {**config, "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "rope_theta": 1e5}}
+    with pytest.raises(ConfigError, match=r"does not run rope .*yarn"):
+        shape_of(scaled, where="x")
+
+
+def test_case_89_a_drafter_says_that_it_ties_nothing_and_its_vocabulary_is_the_targets():
+    config = config_of(toys.shape())
+    assert config["tie_word_embeddings"] is False
+    with pytest.raises(ConfigError, match="its own vocabulary"):
+        shape_of({**config, "draft_vocab_size": 8}, where="x")

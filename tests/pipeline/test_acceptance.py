@@ -154,3 +154,9 @@ def test_no_draft_gives_no_length():
     assert math.isnan(acceptance.acceptance_length(0, 0))
     assert math.isnan(acceptance.emitted_tokens_per_step(5, 0, 5))
     assert total([]).as_dict()["emitted_tokens_per_step"] is None
+
+
+def test_case_92_a_token_equal_to_the_mask_is_a_token_like_any_other():
+    mask = 120
+    counted = count_reply(metrics([1, 1], num_draft_tokens=3), [7, mask, 8, mask, 9])
+    assert (counted.num_tokens, counted.num_drafts, counted.flag) == (5, 2, None)

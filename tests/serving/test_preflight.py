@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter
 
 from serving.errors import PreflightError
-from serving.preflight import check_drafter
+from serving.launch import VllmServer
+from serving.preflight import ARCHITECTURES, check_drafter
 
 TARGET = {
     "hidden_size": 128,
@@ -221,3 +222,27 @@ def test_the_same_rope_base_written_in_the_other_place_is_the_same_config(drafte
     assert check_drafter(drafter, target_config=TARGET, serving_config=serving)
     edit_config(drafter, rope_parameters={"rope_theta": 20000.0, "rope_type": "default"})
     assert refused(drafter, serving_config=serving) == "config_differs"
+
+
+def test_case_61_a_block_of_four_is_served_with_three_speculative_tokens_and_never_with_four(drafter):
+    assert check_drafter(drafter, target_config=TARGET, num_speculative_tokens=3).block_size == 4
+    assert refused(drafter, num_speculative_tokens=4) == "num_speculative_tokens"
+    server = VllmServer(model=drafter, drafter=drafter, port=1, log=drafter / "log")
+    command = server.command()
+    assert json.loads(command[command.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
+
+
+def test_case_64_the_architecture_is_one_that_the_supported_vllm_registers(drafter):
+    from vllm import ModelRegistry
+
+    written = json.loads((drafter / "config.json").read_text())["architectures"]
+    assert list(ARCHITECTURES) == written
+    assert set(written) <= set(ModelRegistry.get_supported_archs())
+
+
+def test_case_87_a_quantised_drafter_is_refused_in_its_config_and_in_its_weights(drafter):
+    edit_config(drafter, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert refused(drafter) == "quantized"
+    edit_config(drafter, quantization_config=None)
+    edit_tensors(drafter, put("fc.weight", torch.ones(128, 384, dtype=torch.int8)))
+    assert refused(drafter) == "quantized"
