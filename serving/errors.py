@@ -27,3 +27,7 @@ class LaunchError(ServingError):
 
 class DeployError(ServingError):
     """A replica did not take a drafter; the message says what serves now."""
+
+
+class LoadError(ServingError):
+    """The load generator failed, or requests of its load did."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,15 +23,15 @@ MIDDLEWARE = ("serving.control.ControlEndpoint", "serving.tap.TrafficTap")
 
 
 class VllmServer:
-    """One server process group. ``with VllmServer(...) as server:`` starts it and ends it."""
+    """One server process group. ``with VllmServer(...) as server:`` starts it and ends it; port 0: a free one."""
 
     def __init__(
         self,
         *,
         model: Path,
         drafter: Path | None,
-        port: int,
         log: Path,
+        port: int = 0,
         version: str = "1",
         host: str = "127.0.0.1",
         dtype: str = "bfloat16",
@@ -45,13 +46,16 @@ class VllmServer:
         token: str = "",
         served_name: str | None = None,
         prefix_caching: bool = True,
+        num_speculative_tokens: int | None = None,
+        enforce_eager: bool = True,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ):
         self.model, self.drafter, self.version = Path(model), drafter and Path(drafter), version
-        self.host, self.port, self.log = host, port, Path(log)
+        self.host, self.port, self.log = host, port or _free_port(host), Path(log)
         self.dtype, self.max_model_len, self.max_num_seqs = dtype, max_model_len, max_num_seqs
         self.kv_cache_gib, self.prefix_caching = kv_cache_gib, prefix_caching
+        self.num_speculative_tokens, self.enforce_eager = num_speculative_tokens, enforce_eager
         self.tap = {
             "SLIPSTREAM_TAP_DIR": str(tap_dir or ""),
             "SLIPSTREAM_TAP_CONSENT": tap_consent,
@@ -136,18 +140,30 @@ class VllmServer:
         if self.on_cpu:
             options["--distributed-executor-backend"] = "uni"
         if self.drafter is not None:
-            block_size = json.loads((self.drafter / "config.json").read_text())["block_size"]
-            speculative = {"method": "dflash", "model": str(self.drafter), "num_speculative_tokens": block_size - 1}
             options |= {
-                "--speculative-config": json.dumps(speculative),
+                "--speculative-config": json.dumps(self._speculative_config()),
                 "--worker-extension-cls": EXTENSION,
                 "--per-request-spec-decode-metrics": "detailed",
             }
         command += [str(part) for option in options.items() for part in option]
-        command += ["--enforce-eager", "--disable-uvicorn-access-log"]
+        command += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if self.enforce_eager else [])]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         command += [part for name in MIDDLEWARE for part in ("--middleware", name)]
         return command + list(self.extra_args)
+
+    def _speculative_config(self) -> dict[str, Any]:
+        """The drafter and how many tokens it drafts a step: a whole block, unless fewer were asked for.
+
+        Raises: LaunchError for more than a block, which vLLM would draft without a word: slots never trained.
+        """
+        num_draft_tokens = json.loads((self.drafter / "config.json").read_text())["block_size"] - 1
+        wanted = num_draft_tokens if self.num_speculative_tokens is None else self.num_speculative_tokens
+        if not 1 <= wanted <= num_draft_tokens:
+            raise LaunchError(
+                f"num_speculative_tokens = {wanted} with {self.drafter}: its blocks hold 1 to {num_draft_tokens} draft "
+                "tokens; serve without a drafter to speculate none"
+            )
+        return {"method": "dflash", "model": str(self.drafter), "num_speculative_tokens": wanted}
 
     def environment(self) -> dict[str, str]:
         """The server's environment; the token is handed over here, not on the command line."""
@@ -187,3 +203,9 @@ class VllmServer:
                 pass
             time.sleep(0.1)
         raise LaunchError(f"{self.base_url} was not healthy in time; the end of {self.log}:\n{self.log_tail()}")
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
