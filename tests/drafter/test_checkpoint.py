@@ -179,9 +179,8 @@ def test_case_66_of_the_four_kinds_of_mask_the_one_that_is_trained_comes_back_an
 
 
 def test_case_67_rope_is_written_out_and_a_scaling_that_training_does_not_use_is_refused(tmp_path):
-    _, config = load_drafter(
-        saved(tmp_path, rope_theta=1e5, rope_parameters={"rope_theta": 1e5}, target_hidden_size=10)
-    )
+    wanted = {"rope_theta": 1e5, "rope_parameters": {"rope_theta": 1e5}, "target_hidden_size": 10}
+    _, config = load_drafter(saved(tmp_path, **wanted))
     assert config["rope_theta"] == 1e5
     assert config["max_position_embeddings"] == toys.shape().max_position_embeddings
     scaled = {**config, "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "rope_theta": 1e5}}
