@@ -104,8 +104,8 @@ class _Comparison:
         )
         if server.swaps(self.candidates):
             self.sittings = alternate(self.candidates, course, server=server, settled=self._settled)
-            if settings.early_stop:
-                self._look(self.sittings)
+            if settings.early_stop and not (self.looks and self.looks[-1]["settled"]):
+                self._look(self.sittings)  # the last, on all of the prompts
             return
         logger.info("evaluate: these cannot be swapped into one engine: one visit each, the champion again at the end")
         self.restarted = True
