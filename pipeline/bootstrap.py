@@ -1,7 +1,8 @@
 """How sure a ratio is: a paired bootstrap over whole conversations.
 
 Replies of one conversation resemble each other, so conversations are drawn, not replies, and both drafters'
-counts of a drawn conversation are drawn together.
+counts of a drawn conversation are drawn together. Percentile intervals are too narrow for few conversations;
+they are expanded as a t interval is over a normal one.
 """
 
 import math
@@ -13,63 +14,141 @@ import numpy as np
 
 # Conversations in one batch of resamples: bounds the memory, changes nothing else.
 _BATCH_DRAWS = 2_000_000
+# A tail of fewer resamples than this is noise: beyond, it is continued as a normal one from there.
+_MIN_TAIL_RESAMPLES = 20
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio of emitted tokens a step, and its confidence interval; NaN where it cannot be told."""
+    """A ratio of challenger over champion, and its central interval; NaN where it cannot be told."""
 
     ratio: float
     low: float
     high: float
     num_clusters: int
+    """What was repeated: conversations, or sittings."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ratio and both ends are numbers."""
+        return all(map(math.isfinite, (self.ratio, self.low, self.high)))
+
+
+UNKNOWN = Interval(math.nan, math.nan, math.nan, 0)
+
+
+@dataclass(frozen=True)
+class Resamples:
+    """A ratio and what the bootstrap made of it."""
+
+    ratio: float
+    logs: np.ndarray  # [resamples], the log ratio of every resample, sorted; empty where it cannot be told
+    num_clusters: int
+    num_effective: float
+    """Conversations that weigh alike and tell as much (Kish): fewer than there are where a few weigh most."""
+
+    def interval(self, level: float) -> Interval:
+        """The central interval that leaves ``level`` on either side.
+
+        Source: Hesterberg 2015, What Teachers Should Know About the Bootstrap, 4.4 (expanded percentile).
+        """
+        if not len(self.logs) or not level > 0:
+            return Interval(self.ratio, math.nan, math.nan, self.num_clusters)
+        low, high = (math.exp(self._quantile(tail, level)) for tail in ("low", "high"))
+        return Interval(self.ratio, low, high, self.num_clusters)
+
+    def p_under(self, floor: float) -> float:
+        """One-sided p-value against "the ratio is ``floor`` or more"; NaN where it cannot be told."""
+        from scipy import stats
+
+        if not len(self.logs):
+            return math.nan
+        resolved = _MIN_TAIL_RESAMPLES / len(self.logs)
+        share = 1 - np.searchsorted(self.logs, math.log(floor), side="left") / len(self.logs)
+        if resolved < share < 1 - resolved:
+            z = stats.norm.isf(share)
+        else:
+            centre = float(np.median(self.logs))
+            edge = float(np.quantile(self.logs, 1 - resolved if share <= resolved else resolved))
+            if edge == centre:
+                return float(centre >= math.log(floor))
+            z = stats.norm.isf(resolved) * (math.log(floor) - centre) / abs(edge - centre)
+        return float(stats.t.sf(z / self._expansion, self.num_effective - 1))
+
+    @property
+    def _expansion(self) -> float:
+        return math.sqrt(self.num_effective / (self.num_effective - 1))
+
+    def _quantile(self, tail: str, level: float) -> float:
+        from scipy import stats
+
+        # isf of a tiny level stays exact where 1 - level would round.
+        z = float(self._expansion * stats.t.isf(level, self.num_effective - 1))
+        resolved = _MIN_TAIL_RESAMPLES / len(self.logs)
+        share = max(float(stats.norm.sf(z)), resolved)
+        end = float(np.quantile(self.logs, share if tail == "low" else 1 - share))
+        if share > resolved:
+            return end
+        centre = float(np.median(self.logs))
+        return centre + (end - centre) * z / float(stats.norm.isf(resolved))
 
 
 def compare(
-    rows: Iterable[Mapping[str, Any]], first: str, second: str, *, confidence: float, resamples: int, seed: int
+    rows: Iterable[Mapping[str, Any]], first: str, second: str, *, level: float, resamples: int, seed: int
 ) -> Interval:
-    """Emitted tokens a step, role ``first`` over role ``second``, with its percentile interval.
+    """Emitted tokens a step, role ``first`` over role ``second``, and the interval that leaves ``level`` on each side.
 
     Rows are of schemas.ACCEPTANCE; each request must be there for both roles or for neither.
+    """
+    return resample(cluster_sums(rows, first, second), resamples=resamples, seed=seed).interval(level)
 
-    Source: scipy.stats.bootstrap (paired, percentile) on sums per conversation.
+
+def resample(sums: np.ndarray, *, resamples: int, seed: int) -> Resamples:  # sums [4, clusters]
+    """The ratio (a/b) / (c/d) of the sums over conversations, and of so many resamples of the conversations.
+
+    Source: scipy.stats.bootstrap (paired).
     """
     from scipy import stats
 
-    sums = _cluster_sums(rows, first, second)
-    ratio = float(_ratio(*sums)) if sums.size else math.nan
-    if sums.shape[1] < 2 or not math.isfinite(ratio):
-        return Interval(ratio, math.nan, math.nan, sums.shape[1])
-    interval = stats.bootstrap(
+    ratio = float(np.exp(_log_ratio(*sums))) if sums.size else math.nan
+    num_clusters, num_effective = sums.shape[1], effective(sums[3])
+    if not (num_effective > 1 and 0 < ratio < math.inf):
+        return Resamples(ratio, np.empty(0), num_clusters, num_effective)
+    found = stats.bootstrap(
         tuple(sums),
-        _ratio,
+        _log_ratio,
         paired=True,
         vectorized=True,
         method="percentile",
-        confidence_level=confidence,
         n_resamples=resamples,
-        batch=max(1, _BATCH_DRAWS // sums.shape[1]),
+        batch=max(1, _BATCH_DRAWS // num_clusters),
         rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Interval(ratio, float(interval.low), float(interval.high), sums.shape[1])
+    ).bootstrap_distribution
+    # A resample without a step has no ratio; one without a token is infinitely low, and counts.
+    return Resamples(ratio, np.sort(found[~np.isnan(found)]).clip(-50, 50), num_clusters, num_effective)
 
 
-def _cluster_sums(rows: Iterable[Mapping[str, Any]], first: str, second: str) -> np.ndarray:  # [4, clusters]
-    """Per conversation: emitted tokens and steps of the first role, then of the second."""
-    sums: dict[str, np.ndarray] = {}
+def effective(weights: np.ndarray) -> float:
+    """Kish's effective number of conversations; 0 where nothing weighs."""
+    squares = float((weights**2).sum())
+    return float(weights.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def cluster_sums(rows: Iterable[Mapping[str, Any]], first: str, second: str) -> np.ndarray:  # [4, clusters]
+    """Per conversation: emitted tokens and steps of the first role, then of the second, weighted to the traffic."""
+    sums: dict[str, list[float]] = {}
     for row in rows:
         if row["role"] not in (first, second):
             continue
-        one = sums.setdefault(row["conversation"], np.zeros(4))
+        one = sums.setdefault(row["conversation"], [0.0, 0.0, 0.0, 0.0])
         start = 0 if row["role"] == first else 2
-        one[start] += row["num_tokens"] - 1
-        one[start + 1] += row["num_drafts"]
-    return np.array([sums[name] for name in sorted(sums)]).reshape(-1, 4).T
+        # Each reply's first token came from its prefill.
+        one[start] += row["weight"] * (row["num_tokens"] - 1)
+        one[start + 1] += row["weight"] * row["num_drafts"]
+    return np.array([sums[name] for name in sorted(sums)], dtype=float).reshape(-1, 4).T
 
 
-def _ratio(
-    first_tokens: np.ndarray, first_drafts: np.ndarray, second_tokens: np.ndarray, second_drafts: np.ndarray, axis=-1
-) -> np.ndarray:
-    """A ratio of ratios of sums along the axis of the conversations."""
+def _log_ratio(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Log of a ratio of ratios of sums along the axis of the conversations."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return (first_tokens.sum(axis) / first_drafts.sum(axis)) / (second_tokens.sum(axis) / second_drafts.sum(axis))
+        return np.log((a.sum(axis) / b.sum(axis)) / (c.sum(axis) / d.sum(axis)))

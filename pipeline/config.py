@@ -175,15 +175,18 @@ class GateConfig(Frozen):
     power: float = Field(0.8, gt=0.5, lt=1)
     """Share of gates that must promote a challenger which is better by worthwhile_lift."""
     worthwhile_lift: float = Field(1.05, gt=1)
-    """Share of gates that may promote a challenger no better than min_lift; intervals are one-sided at it."""
+    """The smallest gain over min_lift worth finding, as a ratio: how many prompts are enough follows from it."""
     min_clusters: int = Field(30, gt=0)
     """Fewer conversations give no verdict."""
     min_slice_lift: float = Field(0.9, gt=0)
     """No slice may be shown to be under this ratio, corrected for the number of slices."""
     min_slice_clusters: int = Field(5, gt=1)
     """A slice of fewer conversations is shown and blocks nothing."""
+    min_position_ratio: float = Field(0.5, ge=0, lt=1)
+    """At no later position of a block may the challenger be shown to have drafts accepted, of those that get there, at
+    less than this share of its first position's rate."""
     min_general_lift: float = Field(0.9, gt=0)
-    """Nor may the general prompts."""
+    """General prompts may not be shown to be under this ratio."""
     min_speed_ratio: float = Field(0.95, gt=0)
     """Output tokens/s, challenger over champion, at the evaluated concurrency: the lower end must be above this."""
     max_tail_ratio: float = Field(1.25, gt=0)

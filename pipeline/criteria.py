@@ -1,25 +1,19 @@
 """What a challenger has to show, one function a criterion; each gives reasons, the gate weighs them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.acceptance import accepted_drafts_per_step
-from pipeline.bootstrap import Interval
+from pipeline.bootstrap import Interval, Resamples
 from pipeline.config import GateConfig
-
-# A slice of fewer conversations is shown, but its lift is mostly noise and blocks nothing.
-MIN_SLICE_CLUSTERS = 5
-# An incumbent that accepts less than this share of what it accepted when it was last measured: not its fault.
-MIN_RECORDED_SHARE = 0.5
-# More unusable replies than this, and what is left is a selection.
-MAX_FLAGGED_SHARE = 0.2
+from pipeline.power import Evidence
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One thing that was checked."""
+    """One thing that was checked, with its figures."""
 
     code: str
     message: str
@@ -29,110 +23,130 @@ class Reason:
     """None: shown, not required."""
     verdict: str | None = None
     """What the verdict becomes where it failed."""
+    low: float | None = None
+    high: float | None = None
+    """The interval of the value, where it has one."""
+    n: int | None = None
+    """What the value rests on: conversations, sittings, prompts or trials."""
 
 
-def measurement(
-    config: GateConfig, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], lift: Interval
-) -> list[Reason]:
-    """Whether the measurement can carry a verdict at all."""
-    n, needed = lift.num_clusters, config.min_clusters
-    enough = f"{n} conversations, {needed} are needed"
-    if n < needed:
-        enough += f": cannot say; collect about {needed - n} more"
-    unusable = {row["row_id"] for row in rows if row["flag"] is not None}
-    share = len(unusable) / max(1, len({row["row_id"] for row in rows}))
-    kinds = ", ".join(sorted({row["flag"] for row in rows if row["flag"] is not None})) or "none"
-    accepted = sum(one["num_accepted_tokens"] for one in measured.values())
-    nothing = "" if accepted else ": suspect the environment, not the drafters"
-    found = [
-        Reason("clusters", enough, n, needed, n >= needed, "cannot_say"),
-        Reason(
-            "flagged",
-            f"{share:.0%} of requests left out ({kinds}), at most {MAX_FLAGGED_SHARE:.0%} may be",
-            *(share, MAX_FLAGGED_SHARE, share <= MAX_FLAGGED_SHARE, "cannot_say"),
-        ),
-        Reason(
-            "accepted_anything",
-            f"{accepted} draft tokens accepted by all drafters together{nothing}",
-            *(accepted, 1, accepted > 0, "cannot_say"),
-        ),
-    ]
-    return found + _environment(measured["champion"])
-
-
-def _environment(champion: Mapping[str, Any]) -> list[Reason]:
-    """The incumbent against its own record: far below it, the server is to blame and no verdict is given."""
-    recorded = champion.get("recorded_acceptance_length")
-    if recorded is None:
-        return []
-    served = accepted_drafts_per_step(champion["num_drafts"], champion["num_accepted_tokens"])
-    limit = MIN_RECORDED_SHARE * (recorded - 1)
-    passed = served >= limit
-    message = f"champion accepts {served:.3f} drafts a step here, {recorded - 1:.3f} when it was last measured"
-    if not passed:
-        message += ": environment suspect; check engine version, flags and drafter folder before anything else"
-    return [Reason("environment", message, served, limit, passed, "cannot_say")]
-
-
-def lift(config: GateConfig, lift: Interval) -> Reason:
-    if not all(map(math.isfinite, (lift.ratio, lift.low, lift.high))):
-        message = "the lift is not a number: no usable step on one side"
-        return Reason("lift", message, lift.ratio, config.min_lift, False, "cannot_say")
+def lift(policy: GateConfig, lift: Interval, evidence: Evidence, *, level: float) -> Reason:
+    """Promotion needs the lower end above min_lift; where that is open, whether more prompts could tell."""
+    more = {"low": lift.low, "high": lift.high, "n": lift.num_clusters}
+    if not lift.is_known:
+        message = "the lift is not a number: no usable step on one side, or one conversation that outweighs all"
+        return Reason("lift", message, lift.ratio, policy.min_lift, False, "cannot_say", n=lift.num_clusters)
     message = (
         f"{lift.ratio:.3f} × the champion's emitted tokens a step, "
-        f"{config.confidence:.0%} interval {lift.low:.3f} to {lift.high:.3f}; must be above {config.min_lift:g}"
+        f"{1 - 2 * level:.1%} interval {lift.low:.3f} to {lift.high:.3f}; must be above {policy.min_lift:g}"
     )
-    passed = lift.low > config.min_lift
-    if passed or lift.high <= config.min_lift:
-        return Reason("lift", message, lift.low, config.min_lift, passed, "reject")
-    if lift.ratio > config.min_lift:
-        # The interval shrinks with the root of the number of conversations.
-        factor = ((lift.ratio - lift.low) / (lift.ratio - config.min_lift)) ** 2
-        more = math.ceil(lift.num_clusters * factor) - lift.num_clusters
-        message += f"; about {more} more conversations would decide it if the lift is real"
-    return Reason("lift", message, lift.low, config.min_lift, False, "hold")
+    passed, verdict = lift.low > policy.min_lift, "hold"
+    if lift.high < policy.min_lift:
+        verdict = "reject"
+    elif not passed and not evidence.is_enough:
+        verdict = "cannot_say"
+        message += f". Not enough evidence: {_missing(evidence)}"
+    elif not passed:
+        message += (
+            f". Measured well enough: {evidence.needed_clusters} conversations find a gain of "
+            f"{policy.worthwhile_lift - 1:.0%} in {policy.power:.0%} of gates, so one is hardly there"
+        )
+    return Reason("lift", message, lift.ratio, policy.min_lift, passed, verdict, **more)
 
 
-def slices(config: GateConfig, slices: Mapping[str, Interval]) -> list[Reason]:
+def _missing(evidence: Evidence) -> str:
+    if evidence.needed_clusters is None:
+        return f"{evidence.num_clusters} conversations, and how many are needed cannot be told from them"
+    return (
+        f"{evidence.num_clusters} of about {evidence.needed_clusters} conversations; "
+        f"about {evidence.more_prompts} more prompts"
+    )
+
+
+def slices(
+    policy: GateConfig, slices: Mapping[str, Resamples], shares: Mapping[str, float], *, level: float
+) -> list[Reason]:
+    """Which slices are shown to be under their floor, after correction for how many there are.
+
+    One block stops the challenger, whichever slice it is for. Benjamini and Hochberg's correction then errs, over
+    all slices that are fine, as often as a single test (Simes), and misses fewer bad ones than Holm's.
+    """
+    from scipy import stats
+
+    floor = policy.min_slice_lift
+    p_values = {
+        name: one.p_under(floor) for name, one in slices.items() if one.num_clusters >= policy.min_slice_clusters
+    }
+    known = {name: p for name, p in p_values.items() if math.isfinite(p)}
+    adjusted = dict(zip(known, stats.false_discovery_control(list(known.values())), strict=True)) if known else {}
     reasons = []
-    for name, lift in slices.items():
-        message = f"slice {name}: {lift.ratio:.3f} × on {lift.num_clusters} conversations"
-        if lift.num_clusters < MIN_SLICE_CLUSTERS:
-            message += f" (fewer than {MIN_SLICE_CLUSTERS}: shown, not required)"
+    for name, one in slices.items():
+        interval = one.interval(level)
+        message = (
+            f"slice {name}: {one.ratio:.3f} × ({interval.low:.3f} to {interval.high:.3f}) on {one.num_clusters} "
+            f"conversations, {shares[name]:.0%} of the traffic"
+        )
+        passed, verdict = True, "reject"
+        if one.num_clusters < policy.min_slice_clusters:
             passed = None
+            message += f" (fewer than {policy.min_slice_clusters} conversations: shown, not required)"
+        elif name not in adjusted:
+            passed, verdict = (False, "cannot_say") if not math.isfinite(one.ratio) else (None, None)
+            message += ": cannot be told"
+        elif adjusted[name] <= policy.error_rate:
+            passed = False
+            message += f": shown to be under {floor:g} (p = {adjusted[name]:.2g}, corrected for {len(known)} slices)"
         else:
-            message += f", at least {config.min_slice_lift:g} asked for"
-            passed = lift.ratio >= config.min_slice_lift
-        reasons.append(Reason(f"slice:{name}", message, lift.ratio, config.min_slice_lift, passed, "reject"))
+            message += f": not shown to be under {floor:g}"
+        more = {"low": interval.low, "high": interval.high, "n": one.num_clusters}
+        reasons.append(Reason(f"slice:{name}", message, one.ratio, floor, passed, verdict, **more))
     return reasons
 
 
-def speed(config: GateConfig, measured: Mapping[str, Any]) -> Reason:
-    before, after = measured["champion"]["tokens_per_s"], measured["challenger"]["tokens_per_s"]
-    ratio = after / before if before else math.nan
+def general(policy: GateConfig, general: Interval | None) -> Reason:
+    """The guard against narrowing: general prompts may not be shown to lose more than the policy allows."""
+    floor = policy.min_general_lift
+    if general is None:
+        return Reason("general", "general prompts: not measured", None, floor, None)
+    more = {"low": general.low, "high": general.high, "n": general.num_clusters}
+    if not general.is_known:
+        message = "general prompts: the lift is not a number: no usable step on one side, or a single prompt"
+        return Reason("general", message, general.ratio, floor, False, "cannot_say", n=general.num_clusters)
+    passed = not general.high < floor
     message = (
-        f"{after:.1f} tokens/s against {before:.1f} at the evaluated concurrency ({ratio:.2f} ×), "
-        f"at least {config.min_speed_ratio:g} × asked for"
+        f"general prompts: {general.ratio:.3f} × ({general.low:.3f} to {general.high:.3f}) on {general.num_clusters} "
+        f"conversations: {'not shown' if passed else 'shown'} to be under {floor:g}"
     )
-    verdict = "reject" if math.isfinite(ratio) else "cannot_say"
-    return Reason("speed", message, ratio, config.min_speed_ratio, ratio >= config.min_speed_ratio, verdict)
+    if not passed:
+        message += "; the drafter has narrowed, mix general prompts into its training"
+    return Reason("general", message, general.ratio, floor, passed, "reject", **more)
 
 
-def walks(config: GateConfig, measured: Mapping[str, Any]) -> list[Reason]:
-    """Offline walk against serving, in accepted drafts a step, for every role."""
+def control(comparisons: Mapping[str, Interval]) -> list[Reason]:
+    """Is it the traffic, or just more training? Shown; a gain is a gain."""
+    if (over := comparisons.get("challenger/control")) is None:
+        return []
+    proof = "above" if over.low > 1 else "not shown to be above"
+    message = f"{over.ratio:.3f} × the control ({over.low:.3f} to {over.high:.3f}): {proof} more training alone"
+    return [Reason("control", message, over.ratio, 1.0, None, None, over.low, over.high, over.num_clusters)]
+
+
+def walks(policy: GateConfig, measured: Mapping[str, Any]) -> list[Reason]:
+    """Offline walk against serving, in accepted drafts a step, for every role that drafts."""
     reasons = []
     for role, one in measured.items():
         gap = walk_gap(one)
         if gap is None:
             message = f"{role}: no walk over the gate rows to compare serving with"
-            required = False if role == "challenger" else None
-            reasons.append(Reason(f"walk:{role}", message, None, config.max_walk_gap, required, "hold"))
+            required = False if role == "challenger" and policy.require_walk else None
+            reasons.append(Reason(f"walk:{role}", message, None, policy.max_walk_gap, required, "hold"))
             continue
-        passed = gap <= config.max_walk_gap  # False on NaN
-        message = f"{role}: accepted drafts a step differ by {gap:.1%} from the walk, at most {config.max_walk_gap:.0%}"
+        passed = gap <= policy.max_walk_gap  # False on NaN
+        message = f"{role}: accepted drafts a step differ by {gap:.1%} from the walk, at most {policy.max_walk_gap:.0%}"
         if not passed:
-            message += ": training and serving don't see the same states, layers, positions or rows"
-        reasons.append(Reason(f"walk:{role}", message, gap, config.max_walk_gap, passed, "hold"))
+            message = f"training and serving disagree. {message}. {_largest_difference(one)}"
+        n = one["walk"]["num_drafts"]
+        reasons.append(Reason(f"walk:{role}", message, gap, policy.max_walk_gap, passed, "cannot_say", n=n))
     return reasons
 
 
@@ -143,27 +157,43 @@ def walk_gap(one: Mapping[str, Any]) -> float | None:
     """
     if not (walk := one.get("walk")):
         return None
-    served = accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"])
-    walked = accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"])
-    if served == walked:
-        return 0.0
-    return abs(served - walked) / walked if walked else math.inf
+    return _relative(_served_beside(one), walk, "num_accepted_and_emitted")
 
 
-def replies(measured: Mapping[str, Any]) -> list[Reason]:
-    """Speculation must not change answers; provable where batch shapes don't move near-ties."""
-    different = sum(one.get("num_replies_different", 0) for one in measured.values())
-    settings = measured["champion"].get("settings", {})
-    exact = settings.get("dtype") == "float32" and settings.get("concurrency") == 1
-    message = f"{different} replies differ from the champion's"
-    message += "; in float32 at one request none may" if exact else " (near-ties move with batch shapes: a sign only)"
-    return [Reason("lossless", message, different, 0, different == 0 if exact else None, "reject")]
+def _served_beside(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The served counts of the requests that were walked: all of them where nothing else is said."""
+    return one["walk"].get("served") or one
 
 
-def control(comparisons: Mapping[str, Interval]) -> list[Reason]:
-    """Is it the traffic, or just more training? Shown; a gain is a gain."""
-    if (over := comparisons.get("challenger/control")) is None:
-        return []
-    proof = "above" if over.low > 1 else "not shown to be above"
-    message = f"{over.ratio:.3f} × the control ({over.low:.3f} to {over.high:.3f}): {proof} more training alone"
-    return [Reason("control", message, over.low, 1.0, None)]
+def _relative(served: Mapping[str, Any], walked: Mapping[str, Any], accepted: str) -> float:
+    a = accepted_drafts_per_step(served["num_drafts"], served[accepted])
+    b = accepted_drafts_per_step(walked["num_drafts"], walked["num_accepted_tokens"])
+    return 0.0 if a == b else abs(a - b) / b if b else math.inf
+
+
+def _largest_difference(one: Mapping[str, Any]) -> str:
+    """Where the walk and the served counts of a role lie farthest apart: a position, and a slice."""
+    walk, served = one["walk"], _served_beside(one)
+    said = []
+    ours, theirs = conditional(served), conditional(walk)
+    gaps = {k: abs(a - b) for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if math.isfinite(a - b)}
+    if gaps:
+        k = max(gaps, key=lambda k: gaps[k])
+        said.append(f"Most at position {k + 1}, which {ours[k]:.1%} of drafts pass served and {theirs[k]:.1%} walked")
+    by_slice = {
+        name: _relative(one["slices"][name], part, "num_accepted_and_emitted")
+        for name, part in (walk.get("slices") or {}).items()
+        if name in (one.get("slices") or {})
+    }
+    if by_slice:
+        worst = max(by_slice, key=lambda name: by_slice[name])
+        said.append(f"Most in slice {worst}: {by_slice[worst]:.1%}")
+    said.append("Check that both see the same states, layers, positions, template and rows")
+    return ". ".join(said)
+
+
+def conditional(counts: Mapping[str, Any]) -> list[float]:
+    """Share of drafts accepted at each position, of those accepted up to the one before; NaN without a trial."""
+    accepted = list(counts.get("num_accepted_tokens_per_pos") or [])
+    trials = [counts["num_drafts"], *accepted][: len(accepted)]
+    return [a / n if n else math.nan for a, n in zip(accepted, trials, strict=True)]

@@ -11,7 +11,7 @@ from pipeline.bootstrap import compare
 def rows_of(clusters):
     """clusters: per conversation, a list of (role, emitted tokens without the prefill's, steps)."""
     return [
-        {"role": role, "conversation": f"c{i:04d}", "num_tokens": tokens + 1, "num_drafts": steps}
+        {"role": role, "conversation": f"c{i:04d}", "weight": 1, "num_tokens": tokens + 1, "num_drafts": steps}
         for i, replies in enumerate(clusters)
         for role, tokens, steps in replies
     ]
@@ -31,8 +31,8 @@ def simulated(rng, *, num_clusters, lift, noise=0.15):
     return clusters
 
 
-def plain_interval(clusters, *, confidence, resamples, seed):
-    """The same by the book: draw conversations, add up, divide, sort, cut."""
+def plain_interval(clusters, *, level, resamples, seed):
+    """The same by the book: draw conversations, add up, divide, sort, cut; nothing is corrected."""
     rng = random.Random(seed)
     ratios = []
     for _ in range(resamples):
@@ -44,22 +44,19 @@ def plain_interval(clusters, *, confidence, resamples, seed):
         (a, b), (c, d) = sums["challenger"], sums["champion"]
         ratios.append((a / b) / (c / d))
     ratios.sort()
-    tail = (1 - confidence) / 2
-    return ratios[round(tail * resamples)], ratios[round((1 - tail) * resamples) - 1]
+    return ratios[round(level * resamples)], ratios[round((1 - level) * resamples) - 1]
 
 
 def test_the_ratio_is_counted_by_hand():
     rows = rows_of([[("champion", 10, 10), ("challenger", 10, 5)], [("champion", 30, 10), ("challenger", 30, 10)]])
     # (40 / 15) / (40 / 20)
-    assert compare(rows, "challenger", "champion", confidence=0.95, resamples=1000, seed=0).ratio == pytest.approx(
-        4 / 3
-    )
+    assert compare(rows, "challenger", "champion", level=0.025, resamples=1000, seed=0).ratio == pytest.approx(4 / 3)
 
 
 def test_the_interval_is_that_of_a_plain_loop():
     clusters = simulated(random.Random(5), num_clusters=60, lift=1.3)
-    found = compare(rows_of(clusters), "challenger", "champion", confidence=0.9, resamples=4000, seed=1)
-    low, high = plain_interval(clusters, confidence=0.9, resamples=4000, seed=2)
+    found = compare(rows_of(clusters), "challenger", "champion", level=0.05, resamples=4000, seed=1)
+    low, high = plain_interval(clusters, level=0.05, resamples=4000, seed=2)
     assert found.num_clusters == 60
     assert found.low == pytest.approx(low, abs=0.006)
     assert found.high == pytest.approx(high, abs=0.006)
@@ -69,7 +66,7 @@ def test_replies_of_one_conversation_do_not_count_as_many():
     one_each = [[("champion", 100, 50), ("challenger", 100, 40 + i % 20)] for i in range(40)]
     # The same conversations, each with its replies four times: no new information.
     four_each = [replies * 4 for replies in one_each]
-    settings = {"confidence": 0.95, "resamples": 4000, "seed": 0}
+    settings = {"level": 0.025, "resamples": 4000, "seed": 0}
     narrow = compare(rows_of(four_each), "challenger", "champion", **settings)
     wide = compare(rows_of(one_each), "challenger", "champion", **settings)
     assert narrow == wide
@@ -80,7 +77,7 @@ def test_equal_drafters_are_rarely_told_apart():
     wrong = 0
     for trial in range(150):
         clusters = simulated(rng, num_clusters=40, lift=1.0)
-        found = compare(rows_of(clusters), "challenger", "champion", confidence=0.95, resamples=1000, seed=trial)
+        found = compare(rows_of(clusters), "challenger", "champion", level=0.025, resamples=1000, seed=trial)
         wrong += found.low > 1
     # One side of a 95% interval: 2.5% of 150 is 3.75; 10 or more would happen once in 200 runs.
     assert wrong < 10
@@ -88,17 +85,17 @@ def test_equal_drafters_are_rarely_told_apart():
 
 def test_a_real_lift_is_found():
     clusters = simulated(random.Random(3), num_clusters=60, lift=1.5)
-    assert compare(rows_of(clusters), "challenger", "champion", confidence=0.95, resamples=1000, seed=0).low > 1
+    assert compare(rows_of(clusters), "challenger", "champion", level=0.025, resamples=1000, seed=0).low > 1
 
 
 def test_a_drafter_against_itself_is_exactly_one():
     clusters = [[("champion", 50 + i, 20), ("challenger", 50 + i, 20)] for i in range(30)]
-    found = compare(rows_of(clusters), "challenger", "champion", confidence=0.95, resamples=1000, seed=0)
+    found = compare(rows_of(clusters), "challenger", "champion", level=0.025, resamples=1000, seed=0)
     assert (found.ratio, found.low, found.high) == (1.0, 1.0, 1.0)
 
 
 def test_what_cannot_be_told_is_not_a_number():
-    settings = {"confidence": 0.95, "resamples": 1000, "seed": 0}
+    settings = {"level": 0.025, "resamples": 1000, "seed": 0}
     assert math.isnan(compare([], "challenger", "champion", **settings).ratio)
     one = compare(rows_of([[("champion", 9, 3), ("challenger", 9, 3)]]), "challenger", "champion", **settings)
     assert (one.ratio, one.num_clusters) == (1.0, 1)

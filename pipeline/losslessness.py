@@ -1,0 +1,57 @@
+"""Speculation must not change answers: provable in float32, one request at a time; else no more often than chance.
+
+In half precision, near-ties already move with the batch's shape, so two plain runs differ as well: what counts is
+whether speculation adds to that.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.artifacts import SpeedReport
+from pipeline.config import GateConfig
+from pipeline.criteria import Reason
+
+
+def replies(measured: Mapping[str, Any]) -> Reason:
+    """Replies with one drafter against replies with another, on the gate's own prompts."""
+    different = sum(one.get("num_replies_different", 0) for one in measured.values())
+    settings = measured["champion"].get("settings", {})
+    exact = settings.get("dtype") == "float32" and settings.get("concurrency") == 1 and _is_greedy(settings)
+    message = f"{different} replies differ from the champion's"
+    message += "; in float32 at one request none may" if exact else " (near-ties move with batch shapes: a sign only)"
+    n = sum(one["num_requests"] for role, one in measured.items() if role != "champion")
+    return Reason("replies", message, different, 0, different == 0 if exact else None, "reject", n=n)
+
+
+def speculation(policy: GateConfig, measured: Mapping[str, Any], speed: SpeedReport | None) -> Reason:
+    """Greedy replies one at a time, speculation on against off."""
+    found = speed.lossless if speed else {}
+    if not found.get("num_prompts"):
+        return Reason("lossless", "replies with speculation on and off: not compared", None, 0, None)
+    n, different = found["num_prompts"], found["num_different"]
+    dtype = speed.settings.get("dtype") or measured["champion"].get("settings", {}).get("dtype")
+    message = f"{different} of {n} replies differ between speculation on and off"
+    if dtype == "float32":
+        message += ", in float32 at one request none may"
+        if different:
+            message += ": the engine's verification changes answers, nothing of this can serve"
+        return Reason("lossless", message, different, 0, different == 0, "reject", n=n)
+    if (plain := found.get("num_different_plain")) is None:
+        message += f" in {dtype}; two plain runs were not compared, so it is a sign only"
+        return Reason("lossless", message, different, None, None, n=n)
+    return _no_more_than_plain(policy, message, different, plain, n)
+
+
+def _no_more_than_plain(policy: GateConfig, message: str, different: int, plain: int, n: int) -> Reason:
+    """Fisher's exact test, one-sided: more differences than between two plain runs."""
+    from scipy import stats
+
+    p = float(stats.fisher_exact([[different, n - different], [plain, n - plain]], alternative="greater").pvalue)
+    passed = p > policy.error_rate
+    message += f", {plain} between two plain runs (p = {p:.2g}): {'no more' if passed else 'more'} than chance explains"
+    return Reason("lossless", message, different, plain, passed, "reject", n=n)
+
+
+def _is_greedy(settings: Mapping[str, Any]) -> bool:
+    """Sampled replies differ by design. Absent settings are of greedy measurements."""
+    return (settings.get("sampling") or {"temperature": 0.0}).get("temperature") == 0.0

@@ -1,0 +1,160 @@
+"""Is it faster for clients at production's concurrency, in tokens/s and at the tail, and does speculation pay at all?
+
+What repeats here is a sitting: within one, requests share the engine and slow each other. So the rule is a t
+interval on the log ratios of paired sittings, not the bootstrap over conversations.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.artifacts import SpeedReport
+from pipeline.bootstrap import Interval
+from pipeline.config import GateConfig
+from pipeline.criteria import Reason
+
+_MAX_SITTINGS = 1000
+
+
+def tokens_per_s(measured: Mapping[str, Any], *, level: float) -> Interval:
+    """Output tokens/s, challenger over champion, from paired sittings; without two of them, the ratio alone."""
+    logs = _paired_logs(measured, lambda s: s["num_tokens"] / s["wall_s"] if s["wall_s"] else None)
+    if len(logs):
+        return _interval(logs, level)
+    return _alone(measured["challenger"]["tokens_per_s"], measured["champion"]["tokens_per_s"])
+
+
+def between_tokens(measured: Mapping[str, Any], *, level: float) -> Interval | None:
+    """99th percentile of the time between a client's tokens, challenger over champion; None where not measured."""
+    logs = _paired_logs(measured, lambda s: s.get("itl_p99_s"))
+    if len(logs):
+        return _interval(logs, level)
+    after, before = ((measured[r].get("latency") or {}).get("itl_p99_s") for r in ("challenger", "champion"))
+    return None if after is None or before is None else _alone(after, before)
+
+
+def speed(policy: GateConfig, measured: Mapping[str, Any], speed: Interval, *, level: float) -> Reason:
+    """Promotion needs tokens/s shown to be at least min_speed_ratio; shown slower is a rejection."""
+    limit, n = policy.min_speed_ratio, speed.num_clusters
+    before, after = measured["champion"]["tokens_per_s"], measured["challenger"]["tokens_per_s"]
+    if not (math.isfinite(speed.ratio) and speed.ratio > 0):
+        message = f"tokens/s cannot be compared: {after} against {before}; measure again"
+        return Reason("speed", message, speed.ratio, limit, False, "cannot_say", n=n)
+    concurrency = measured["champion"].get("settings", {}).get("concurrency", "the evaluated")
+    message = f"{after:.1f} tokens/s against {before:.1f} at concurrency {concurrency}: {speed.ratio:.3f} ×"
+    if not speed.is_known:
+        message += f" from {n or 'one'} sitting, so how sure that is cannot be told; set evaluate.blocks to 6 or more"
+        return Reason("speed", message, speed.ratio, limit, False, "hold", n=n)
+    message += f" ({speed.low:.3f} to {speed.high:.3f} from {n} sittings), at least {limit:g} × asked for"
+    passed, verdict = speed.low >= limit, "hold"
+    if not passed and speed.high < max(1.0, limit):
+        verdict = "reject"
+        message += ": shown slower, whatever its acceptance"
+    elif not passed:
+        message += f"; {_more(speed, limit, level)}"
+    return Reason("speed", message, speed.ratio, limit, passed, verdict, speed.low, speed.high, n)
+
+
+def tail(policy: GateConfig, tail: Interval | None, *, level: float) -> Reason:
+    """The slowest hundredth of the gaps between tokens may not grow beyond max_tail_ratio."""
+    limit = policy.max_tail_ratio
+    if tail is None:
+        return Reason("tail", "time between tokens: not measured, replies came whole", None, limit, None)
+    n = tail.num_clusters
+    if not (math.isfinite(tail.ratio) and tail.ratio > 0):
+        message = f"time between tokens: the ratio of the 99th percentiles is {tail.ratio}; measure again"
+        return Reason("tail", message, tail.ratio, limit, False, "cannot_say", n=n)
+    message = f"99th percentile of the time between a client's tokens: {tail.ratio:.3f} × the champion's"
+    if tail.is_known:
+        message += f" ({tail.low:.3f} to {tail.high:.3f} from {n} sittings)"
+    message += f", at most {limit:g} × allowed"
+    passed, verdict = tail.ratio <= limit, "hold"
+    if not passed and tail.low > limit:
+        verdict = "reject"
+        message += ": shown above"
+    elif not passed:
+        message += f": above, but not shown; {_more(tail, limit, level)}"
+    return Reason("tail", message, tail.ratio, limit, passed, verdict, tail.low, tail.high, n)
+
+
+def speculation(measured: Mapping[str, Any], speed: SpeedReport | None) -> list[Reason]:
+    """Whether speculation pays at production's concurrency; nothing without a SpeedReport."""
+    if speed is None:
+        return []
+    concurrency = measured["champion"].get("settings", {}).get("concurrency")
+    rates = _rates(speed).get(concurrency, {})
+    alone, drafting = rates.get(0), max((rate for k, rate in rates.items() if k), default=None)
+    if not (alone and drafting):
+        message = (
+            f"speculation on and off was not measured at concurrency {concurrency}, where the fleet serves; "
+            "add it to speed.concurrencies"
+        )
+        return [Reason("speculation", message, None, 1.0, False, "hold")]
+    ratio = drafting / alone
+    message = f"at concurrency {concurrency} the drafter gives {ratio:.2f} × the target alone ({drafting:.1f} tokens/s)"
+    if ratio <= 1:
+        up_to = speculate_up_to(speed)
+        message += f": don't speculate above concurrency {up_to}" if up_to else ": don't speculate at any measured one"
+    return [Reason("speculation", message, ratio, 1.0, ratio > 1, "dont_speculate")]
+
+
+def speculate_up_to(speed: SpeedReport) -> int:
+    """The highest measured concurrency up to which some number of speculated tokens beats the target alone; 0: none."""
+    up_to = 0
+    for concurrency, rates in sorted(_rates(speed).items()):
+        drafting = max((rate for k, rate in rates.items() if k), default=0.0)
+        if not drafting > rates.get(0, math.inf):
+            break
+        up_to = concurrency
+    return up_to
+
+
+def _rates(speed: SpeedReport) -> dict[int, dict[int, float]]:
+    """Concurrency → speculated tokens → tokens/s."""
+    rates: dict[int, dict[int, float]] = {}
+    for point in speed.points:
+        rates.setdefault(point["concurrency"], {})[point["num_speculative_tokens"]] = point["tokens_per_s"]
+    return rates
+
+
+def _paired_logs(measured: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float | None]) -> np.ndarray:
+    """Log of challenger over champion for every block that both sat in and were measured in."""
+    sides = [
+        {one["block"]: value(one) for one in measured[role].get("sittings") or ()}
+        for role in ("challenger", "champion")
+    ]
+    pairs = [(sides[0][block], sides[1][block]) for block in sides[0] if block in sides[1]]
+    pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log([a for a, _ in pairs]) - np.log([b for _, b in pairs])
+
+
+def _interval(logs: Sequence[float], level: float) -> Interval:
+    from scipy import stats
+
+    n, centre = len(logs), float(np.mean(logs))
+    if n < 2 or not math.isfinite(centre):
+        return Interval(math.exp(centre) if math.isfinite(centre) else math.nan, math.nan, math.nan, n)
+    half = float(stats.t.isf(level, n - 1) * np.std(logs, ddof=1) / math.sqrt(n))
+    return Interval(math.exp(centre), math.exp(centre - half), math.exp(min(centre + half, 50)), n)
+
+
+def _alone(after: float, before: float) -> Interval:
+    return Interval(after / before if before else math.nan, math.nan, math.nan, 0)
+
+
+def _more(one: Interval, limit: float, level: float) -> str:
+    """How many more sittings would tell, if ratio and spread stay what they are."""
+    from scipy import stats
+
+    if not one.is_known:
+        return "one sitting cannot tell; set evaluate.blocks to 6 or more"
+    n = one.num_clusters
+    deviation = math.log(one.high / one.ratio) * math.sqrt(n) / float(stats.t.isf(level, n - 1))
+    distance = abs(math.log(one.ratio / limit))
+    for more in range(1, _MAX_SITTINGS):
+        if stats.t.isf(level, n + more - 1) * deviation / math.sqrt(n + more) <= distance:
+            return f"about {more} more sittings would tell (evaluate.blocks = {n + more})"
+    return "too near to the limit for any number of sittings to tell"
