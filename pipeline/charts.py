@@ -70,7 +70,7 @@ def intervals(rows: Mapping[str, Interval], *, floor: float | None = None) -> di
 def _interval_axis(rows: Iterable[Interval], floor: float | None) -> tuple[float, float]:
     rows = list(rows)
     ratios = [1.0, *(value for value in (floor, *(one.ratio for one in rows)) if known(value))]
-    reach = max(1.5 * (max(ratios) - min(ratios)), 0.1)
+    reach = max(0.6 * (max(ratios) - min(ratios)), 0.1)
     ends = [value for one in rows for value in (one.low, one.high) if known(value)]
     low = max(min([*ratios, *ends]), min(ratios) - reach)
     high = min(max([*ratios, *ends]), max(ratios) + reach)

@@ -1,22 +1,37 @@
 """What the page shows of a verdict and its report, part by part: which figures, in what order, in which words."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline import charts
+from pipeline import acceptance, charts
 from pipeline.acceptance import accepted_drafts_per_step
 from pipeline.artifacts import AcceptanceReport, SpeedReport
 from pipeline.bootstrap import Interval
 from pipeline.charts import known
-from pipeline.criteria import walk_gap
-from pipeline.gate import Verdict
+from pipeline.criteria import Reason, walk_gap
+from pipeline.verdict import Verdict
 
 NONE = "–"
 # A dimension with more slices than this shows its worst ones and folds the others.
 MAX_ROWS = 8
-_PROMPTS = 8  # gained most, and lost most
+_RISKS = {
+    "tail": "99th percentile between tokens",
+    "general": "general prompts",
+    "speculation": "against the target alone",
+    "lossless": "replies that speculation changed",
+    "flagged": "requests left out",
+}
+_DRIFT = {"tokens_per_s": "tokens a second", "emitted_tokens_per_step": "tokens a step"}
+_FLAGS = {
+    acceptance.FAILED: "no reply came",
+    acceptance.NO_METRICS: "the engine gave no counts",
+    acceptance.NO_STEP: "too short for a single step",
+    acceptance.COUNTS_DISAGREE: "its counts contradict each other",
+    acceptance.OVERCOUNT: "more accepted drafts than its length has room for",
+    acceptance.UNDERCOUNT: "fewer steps than its length needs",
+    acceptance.LOOP: "repeats itself, and loops are easy to draft",
+}
 
 
 def figure(value: float | None, digits: int = 2) -> str:
@@ -36,6 +51,11 @@ def percent(value: float | None, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f}%" if known(value) else NONE
 
 
+def rate(value: float | None) -> str:
+    """Tokens a second, to about three digits."""
+    return figure(value, 0 if known(value) and value >= 1000 else 1)
+
+
 def ms(seconds: float | None) -> str:
     """Seconds as milliseconds, to about three digits."""
     return f"{1000 * seconds:,.{1 if seconds < 0.01 else 0}f}" if known(seconds) else NONE
@@ -45,21 +65,21 @@ def tiles(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
     """How much faster, before and after: at the clients, and at each step of the target."""
     before, after = report.measured["champion"], report.measured["challenger"]
     concurrency = report.settings.get("concurrency", "?")
-    speed, lift = getattr(verdict, "speed", None), verdict.lift
+    speed, lift = verdict.speed, verdict.lift
     return [
         {
             "name": "How much faster?",
-            "before": figure(before["tokens_per_s"], 1),
-            "after": figure(after["tokens_per_s"], 1),
+            "before": rate(before["tokens_per_s"]),
+            "after": rate(after["tokens_per_s"]),
             "unit": f"tokens a second, {concurrency} requests at a time",
             "sure": times(speed) if speed else _ratio(after["tokens_per_s"], before["tokens_per_s"]),
         },
         {
-            "name": "How many more tokens a step?",
+            "name": "How much more a step?",
             "before": figure(before["emitted_tokens_per_step"]),
             "after": figure(after["emitted_tokens_per_step"]),
             "unit": "tokens that clients get from each step of the target",
-            "sure": times(lift),
+            "sure": f"{figure(lift.ratio)} ×",
         },
     ]
 
@@ -70,33 +90,34 @@ def _ratio(after: float | None, before: float | None) -> str:
 
 def risks(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
     """What can go wrong, each with its figure and whether the policy let it pass (None: not asked for)."""
-    state = {reason.code: reason.passed for reason in verdict.reasons}
-    found = []
-    if (worst := _worst_slice(verdict)) is not None:
-        name, one = worst
-        found.append(_risk(f"weakest slice, {name}", times(one), state.get(f"slice:{name}")))
-    for code, name in (("tail", "99th percentile between tokens"), ("general", "general prompts")):
-        if (one := getattr(verdict, code, None)) is not None:
-            found.append(_risk(name, times(one), state.get(code)))
-    left_out = sum(sum(one["flagged"].values()) for one in report.measured.values())
-    if left_out:
-        found.append(_risk("replies left out", f"{left_out:,}", state.get("flagged")))
-    if report.drift:
-        drift = max(report.drift.values(), key=lambda value: abs(value - 1) if known(value) else math.inf)
-        found.append(_risk("the machine's own drift", f"{figure(drift)} ×", None))
+    reasons = {reason.code: reason for reason in verdict.reasons}
+    found = [_risk(f"weakest slice, {worst.code.partition(':')[2]}", worst)] if (worst := _worst_slice(verdict)) else []
+    for code, name in _RISKS.items():
+        if (reason := reasons.get(code)) is not None and known(reason.value):
+            found.append(_risk(name, reason))
+    for name, value in (report.drift or {}).items():
+        found.append(
+            {"name": f"the machine's drift, {_DRIFT.get(name, name)}", "said": f"{figure(value)} ×", "passed": None}
+        )
     return found
 
 
-def _risk(name: str, said: str, passed: bool | None) -> dict[str, Any]:
-    return {"name": name, "said": said, "passed": passed}
+def _risk(name: str, reason: Reason) -> dict[str, Any]:
+    said = f"{reason.value:.2f} ×"
+    if reason.code == "flagged":
+        said = f"{reason.value:.1%}"
+    elif reason.code == "lossless":
+        said = f"{reason.value:.0f} of {reason.n}"
+    elif known(reason.low) and known(reason.high):
+        said += f" ({reason.low:.2f} to {reason.high:.2f})"
+    return {"name": name, "said": said, "passed": reason.passed}
 
 
-def _worst_slice(verdict: Verdict) -> tuple[str, Interval] | None:
+def _worst_slice(verdict: Verdict) -> Reason | None:
     """The slice with the lowest lift among those that the policy asks something of; else among all."""
-    asked = {reason.code for reason in verdict.reasons if reason.passed is not None}
-    measured = {name: one for name, one in verdict.slices.items() if known(one.ratio)}
-    rows = {name: one for name, one in measured.items() if f"slice:{name}" in asked} or measured
-    return min(rows.items(), key=lambda item: item[1].ratio, default=None)
+    rows = [reason for reason in verdict.reasons if reason.code.startswith("slice:") and known(reason.value)]
+    asked = [reason for reason in rows if reason.passed is not None]
+    return min(asked or rows, key=lambda reason: (reason.passed is not False, reason.value), default=None)
 
 
 def comparisons(verdict: Verdict, label: Mapping[str, str]) -> dict[str, Any]:
@@ -155,14 +176,23 @@ def latencies(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows if any(known(value) for row in rows for name, value in row.items() if name != "role") else []
 
 
-def positions(measured: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Share of drafts accepted up to each position, as lines and as a table."""
-    series = {role: _per_position(one) for role, one in measured.items()}
-    series = {role: points for role, points in series.items() if points}
+def positions(verdict: Verdict, measured: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Share of drafts accepted up to each position, as lines and as a table.
+
+    Beside it, of the challenger's drafts that got to a position, the share accepted there: what the gate judges.
+    """
+    series = {role: points for role, one in measured.items() if (points := _per_position(one))}
     if (chart := charts.line_chart(series, from_zero=True)) is None:
         return None
-    width = max(len(points) for points in series.values())
-    rows = [(k + 1, [points[k][1] if k < len(points) else None for points in series.values()]) for k in range(width)]
+    there = {one.position: one for one in verdict.positions}
+    rows = [
+        {
+            "position": k + 1,
+            "shares": [points[k][1] if k < len(points) else None for points in series.values()],
+            "there": there.get(k + 1),
+        }
+        for k in range(max(len(points) for points in series.values()))
+    ]
     return {"chart": chart, "roles": list(series), "rows": rows}
 
 
@@ -181,10 +211,11 @@ def general(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 def walk_row(role: str, one: Mapping[str, Any]) -> dict[str, Any]:
     """Accepted drafts a step, walked offline and served."""
     walk = one["walk"]
+    beside = walk.get("served") or one
     return {
         "role": role,
         "walked": accepted_drafts_per_step(walk["num_drafts"], walk["num_accepted_tokens"]),
-        "served": accepted_drafts_per_step(one["num_drafts"], one["num_accepted_and_emitted"]),
+        "served": accepted_drafts_per_step(beside["num_drafts"], beside["num_accepted_and_emitted"]),
         "gap": walk_gap(one),
     }
 
@@ -206,34 +237,46 @@ def looks(report: AcceptanceReport) -> list[dict[str, Any]]:
 
 
 def sure(verdict: Verdict, report: AcceptanceReport) -> dict[str, Any]:
-    """The lower end of the lift's interval, how certain it is, and what it rests on."""
-    lift, level = verdict.lift, getattr(verdict, "level", None)
-    lines = [f"or more from each step{f', {level:.1%} certain' if known(level) else ''}"] if known(lift.low) else []
-    lines.append(f"{lift.num_clusters:,} conversations")
-    if report.looks and known(share := report.looks[-1].get("fraction")):
-        lines.append(
-            f"{len(report.looks)} look{'s' if len(report.looks) > 1 else ''}, {share:.0%} of the planned prompts"
-        )
-    return {"figure": f"{lift.low:.2f} ×" if known(lift.low) else NONE, "lines": lines}
+    """The lift's interval, drawn and as figures, and what it rests on."""
+    lift, level, evidence = verdict.lift, verdict.level, verdict.evidence
+    asked = next((reason.limit for reason in verdict.reasons if reason.code == "lift"), None)
+    certain = f"{100 * (1 - 2 * level):.3g}% interval" if known(level) else "interval"
+    rests_on = f"{lift.num_clusters:,} conversations"
+    if evidence is not None and evidence.needed_clusters is not None:
+        rests_on += f"; about {evidence.needed_clusters:,} find a gain worth having"
+    lines = [f"{certain} of the tokens a step", rests_on]
+    if verdict.looks and verdict.looks[-1] < 1:
+        num_looks = f" after {len(verdict.looks)} looks" if len(verdict.looks) > 1 else ""
+        lines.append(f"settled early{num_looks}: {verdict.looks[-1]:.0%} of the planned prompts")
+    return {
+        "figure": f"{lift.low:.2f} to {lift.high:.2f} ×" if lift.is_known else NONE,
+        "drawn": charts.intervals({"lift": lift}, floor=asked if asked != 1 else None),
+        "lines": lines,
+    }
+
+
+def flags(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Why replies were left out, and how many of each role's."""
+    names = dict.fromkeys(flag for one in measured.values() for flag in one["flagged"])
+    return [
+        {
+            "name": flag,
+            "why": _FLAGS.get(flag, ""),
+            "counts": [one["flagged"].get(flag, 0) for one in measured.values()],
+        }
+        for flag in names
+    ]
 
 
 def prompts(verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
     """The prompts that gained and that lost most, by id."""
-    found = {
-        "Prompts that gained most": getattr(verdict, "gained", ()),
-        "Prompts that lost most": getattr(verdict, "lost", ()),
-    }
-    return [(name, [_prompt(row) for row in rows[:_PROMPTS]]) for name, rows in found.items() if rows]
+    found = {"Gained most": verdict.gained, "Lost most": verdict.lost}
+    return [(name, [_prompt(row) for row in rows]) for name, rows in found.items() if rows]
 
 
 def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    before, after = row.get("champion"), row.get("challenger")
-    return {
-        "row_id": row["row_id"],
-        "before": before,
-        "after": after,
-        "ratio": after / before if known(after) and before else None,
-    }
+    groups = " · ".join(name.partition("=")[2] or name for name in row.get("slices") or ())
+    return {"row_id": row["row_id"], "groups": groups, "before": row["champion"], "after": row["challenger"]}
 
 
 def lineage(report: AcceptanceReport, speed: SpeedReport | None) -> list[tuple[str, str]]:

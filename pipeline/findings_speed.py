@@ -10,15 +10,16 @@ from typing import Any
 from pipeline import charts
 from pipeline.artifacts import SpeedReport
 from pipeline.charts import known
+from pipeline.speed_points import batch_size_schedule, pays_up_to
 
 ALONE = "target alone"
 _MAX_TICKS = 8
 
 
-def speed(report: SpeedReport, speculate_up_to: int | None) -> dict[str, Any]:
+def speed(report: SpeedReport, evaluated: int | None) -> dict[str, Any]:
     """The lines, the mark where the target alone is faster, the table, and what is recommended.
 
-    ``speculate_up_to``: the highest concurrency where speculation pays (0: none); None: everywhere measured.
+    ``evaluated``: the concurrency of the verdict, marked too.
     """
     points = sorted(report.points, key=lambda p: (p["concurrency"], p["num_speculative_tokens"]))
     settings = sorted({p["num_speculative_tokens"] for p in points})
@@ -30,33 +31,29 @@ def speed(report: SpeedReport, speculate_up_to: int | None) -> dict[str, Any]:
     every = math.ceil(len(concurrencies) / _MAX_TICKS)
     chart = charts.line_chart(series, from_zero=True, log_x=True, x_ticks=concurrencies[::every])
     recommended = {int(c): k for c, k in report.recommended.items()}
+    up_to = pays_up_to(report.recommended)
     return {
-        "chart": chart and chart | {"beyond": _beyond(chart, concurrencies, speculate_up_to)},
+        "chart": chart
+        and chart
+        | {
+            "beyond": _beyond(chart, concurrencies, up_to),
+            "upright": chart["x_at"](evaluated) if evaluated in concurrencies else None,
+        },
+        "evaluated": evaluated,
         "styles": {name_of(k): "alone" if k == 0 else f"line{i % 5}" for i, k in enumerate(settings)},
         "rows": [{**p, "name": name_of(p["num_speculative_tokens"]), "best": _is_best(p, recommended)} for p in points],
         "recommended": [(c, name_of(k), _gain(report, c, k)) for c, k in sorted(recommended.items())],
-        "speculate_up_to": speculate_up_to,
+        "pays_up_to": up_to,
+        "schedule": batch_size_schedule(report.recommended),
         "lossless": report.lossless,
     }
 
 
 def name_of(num_speculative_tokens: int) -> str:
     """A setting as the page calls it."""
-    return (
-        f"{num_speculative_tokens} tokens"
-        if num_speculative_tokens > 1
-        else ("1 token" if num_speculative_tokens else ALONE)
-    )
-
-
-def pays_up_to(report: SpeedReport) -> int | None:
-    """The highest concurrency up to which speculation is recommended throughout; None: at every one measured."""
-    up_to = 0
-    for concurrency, k in sorted((int(c), k) for c, k in report.recommended.items()):
-        if k == 0:
-            return up_to
-        up_to = concurrency
-    return None
+    if num_speculative_tokens == 0:
+        return ALONE
+    return f"{num_speculative_tokens} token{'s' if num_speculative_tokens > 1 else ''}"
 
 
 def _beyond(chart: Mapping[str, Any], concurrencies: list[int], up_to: int | None) -> float | None:

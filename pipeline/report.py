@@ -12,7 +12,7 @@ from typing import Any
 from pipeline import charts, findings, findings_speed
 from pipeline.artifacts import AcceptanceReport, SpeedReport
 from pipeline.findings import figure
-from pipeline.gate import Verdict
+from pipeline.verdict import Verdict
 
 TEMPLATE = "report.html.j2"
 TITLES = {
@@ -27,7 +27,7 @@ _MEANING = {
     "hold": "Not shown either way, or there is something for a person to look at.",
     "reject": "Shown not to be good enough.",
     "cannot_say": "This measurement carries no verdict.",
-    "dont_speculate": "The target alone is faster there.",
+    "dont_speculate": "Where the fleet serves, the target alone is faster.",
 }
 
 
@@ -51,8 +51,15 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    label = {**{role: role for role in report.measured}, **(names or {})}
-    environment.filters |= {"figure": figure, "times": findings.times, "percent": findings.percent, "ms": findings.ms}
+    label = {**{role: role for role in [*report.measured, *curves]}, **(names or {})}
+    label = {role: findings_speed.ALONE if name == "none" else name for role, name in label.items()}
+    environment.filters |= {
+        "figure": figure,
+        "times": findings.times,
+        "percent": findings.percent,
+        "rate": findings.rate,
+        "ms": findings.ms,
+    }
     environment.globals["label"] = label
     return environment.get_template(TEMPLATE).render(
         title=title,
@@ -89,13 +96,14 @@ def _parts(
         "acceptance": charts.bars({role: one["served_acceptance_length"] for role, one in measured.items()}),
         "tokens_per_s": charts.bars({role: one["tokens_per_s"] for role, one in measured.items()}),
         "latency": findings.latencies(measured),
-        "positions": findings.positions(measured),
-        "speed": findings_speed.speed(speed, findings_speed.pays_up_to(speed)) if speed and speed.points else None,
+        "positions": findings.positions(verdict, measured),
+        "flags": findings.flags(measured),
+        "speed": findings_speed.speed(speed, report.settings.get("concurrency")) if speed and speed.points else None,
         "general": findings.general(measured),
         "walks": [findings.walk_row(role, one) for role, one in measured.items() if one.get("walk")],
         "prompts": findings.prompts(verdict),
         "curves": [(name, chart) for name, chart in findings.curves(curves).items() if chart],
-        "looks": findings.looks(report),
+        "drift": report.drift or {},
         "lineage": findings.lineage(report, speed),
     }
 
@@ -112,22 +120,24 @@ def _reasons(verdict: Verdict) -> dict[str, Any]:
 
 
 def _title(verdict: Verdict) -> str:
-    title = TITLES[verdict.decision]
-    up_to = getattr(verdict, "speculate_up_to", None)
+    title, up_to = TITLES[verdict.decision], verdict.speculate_up_to
     if verdict.decision == "dont_speculate" and up_to:
         title += f" above {up_to} request{'s' if up_to > 1 else ''} at a time"
     return title
 
 
 def _summary(verdict: Verdict, label: Mapping[str, str]) -> str:
-    lift = verdict.lift
-    if not all(map(charts.known, (lift.ratio, lift.low, lift.high))):
+    """What was found, in one sentence."""
+    lift, speed = verdict.lift, verdict.speed
+    if not lift.is_known:
         return "The lift could not be measured; the reasons say why."
-    word = "more" if lift.ratio >= 1 else "fewer"
-    said = f"Clients get {abs(lift.ratio - 1):.0%} {word} tokens from each step of the target than with "
-    said += label["champion"] if label["champion"] != "champion" else "the champion"
-    said += f" (interval {lift.low:.2f} to {lift.high:.2f} ×)"
-    speed = getattr(verdict, "speed", None)
-    if speed is not None and charts.known(speed.ratio):
-        said += f", and {abs(speed.ratio - 1):.0%} {'more' if speed.ratio >= 1 else 'fewer'} tokens a second"
-    return said + "."
+    than = f"the {name}" if (name := label["champion"]) in ("champion", findings_speed.ALONE) else name
+    if lift.low <= 1 <= lift.high:
+        said = f"No difference to {than} is shown in tokens a step: {findings.times(lift)}"
+    else:
+        word = "more" if lift.ratio > 1 else "fewer"
+        said = f"Clients get {abs(lift.ratio - 1):.0%} {word} tokens from each step of the target than with {than}"
+    if speed is not None and speed.is_known:
+        shown = "" if speed.low > 1 or speed.high < 1 else " (not shown to differ)"
+        said += f", {abs(speed.ratio - 1):.0%} {'more' if speed.ratio >= 1 else 'fewer'} a second{shown}"
+    return ("As measured: " if verdict.decision == "cannot_say" else "") + said + "."

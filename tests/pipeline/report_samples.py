@@ -7,7 +7,9 @@ from pipeline import report
 from pipeline.artifacts import AcceptanceReport, SpeedReport, TargetFingerprint
 from pipeline.bootstrap import Interval
 from pipeline.criteria import Reason
-from pipeline.gate import Verdict
+from pipeline.positions import Position
+from pipeline.power import Evidence
+from pipeline.verdict import Verdict
 
 NAN = float("nan")
 ROUTES = {
@@ -28,116 +30,118 @@ ROUTES = {
 }
 
 
+DECISIONS = {
+    # decision: lift, its interval, tokens/s
+    "promote": (1.46, 1.39, 1.54, 1.27),
+    "hold": (1.04, 0.99, 1.09, 1.01),
+    "reject": (0.93, 0.90, 0.96, 0.94),
+    "cannot_say": (1.46, 1.39, 1.54, 1.27),
+    "dont_speculate": (1.46, 1.39, 1.54, 1.03),
+}
+
+
 def sample_page(decision: str = "promote", **changed: Any) -> str:
     """The page of a verdict, complete: every part has something to show."""
-    verdict, manifest = sample_verdict(decision), sample_report()
     given = {
+        "verdict": sample_verdict(decision),
+        "report": sample_report(decision),
         "curves": sample_curves(),
         "title": "qwen3-8b--support-mails",
         "speed": sample_speed(),
-        "policy_id": "9f2c01d4a7",
-    }
-    return report.render(changed.pop("verdict", verdict), changed.pop("report", manifest), **{**given, **changed})
+        "policy_id": "9f2c01d4a7b3",
+    } | changed
+    return report.render(given.pop("verdict"), given.pop("report"), **given)
 
 
-def sample_verdict(decision: str = "promote") -> Verdict:
+def sample_verdict(decision: str = "promote", **changed: Any) -> Verdict:
     """A verdict with reasons that lead to it."""
-    lift = {"reject": (0.93, 0.90, 0.96, 285), "hold": (1.02, 0.98, 1.06, 285)}.get(decision, (1.46, 1.39, 1.54, 285))
-    comparisons = {
-        "challenger/champion": Interval(*lift),
-        "control/champion": Interval(1.02, 1.00, 1.03, 285),
-        "challenger/control": Interval(1.43, 1.36, 1.52, 285),
-    }
+    ratio, low, high, faster = DECISIONS[decision]
     slices = {name: Interval(*one) for name, one in ROUTES.items()}
-    verdict = Verdict(decision, [*_failed(decision), *_passed(slices)], comparisons, slices)
-    more = {
-        "speed": Interval(1.27, 1.22, 1.33, 12),
-        "tail": Interval(1.04, 0.98, 1.11, 12),
+    fields = {
+        "reasons": [*_passed(slices), *_failed(decision)],
+        "comparisons": {
+            "challenger/champion": Interval(ratio, low, high, 285),
+            "control/champion": Interval(1.02, 1.00, 1.03, 285),
+            "challenger/control": Interval(ratio / 1.02, low / 1.02, high / 1.02, 285),
+        },
+        "slices": slices,
         "general": Interval(0.98, 0.94, 1.02, 24),
-        "level": 0.95,
-        "speculate_up_to": 8 if decision == "dont_speculate" else None,
-        "gained": [
-            {"row_id": f"{i:02d}c0ffee5eed{i:04x}", "champion": 1.1 + i / 20, "challenger": 3.4 - i / 9}
-            for i in range(8)
-        ],
-        "lost": [
-            {"row_id": f"{i:02d}deadbeef{i:06x}", "champion": 2.4 - i / 9, "challenger": 1.1 + i / 20} for i in range(8)
-        ],
+        "speed": Interval(faster, faster - 0.05, faster + 0.06, 12),
+        "tail": Interval(1.04, 0.98, 1.11, 12),
+        "positions": [Position(k, 50_000 // 2**k, 0.4 - k / 50, 0.11) for k in range(1, 8)],
+        "evidence": Evidence(285, 300, 0.4, 190),
+        "level": 0.0125,
+        "speed_level": 0.025,
+        "looks": [0.25, 0.5],
+        "gained": [_moved(i, "c0ffee", 1.1 + i / 20, 3.4 - i / 9) for i in range(10)],
+        "lost": [_moved(i, "deadbe", 2.4 - i / 9, 1.1 + i / 20) for i in range(10)],
+        "speculate_up_to": 8 if decision == "dont_speculate" else 32,
+        "recommended": sample_speed().recommended,
     }
-    for name, value in more.items():
-        object.__setattr__(verdict, name, value)
-    return verdict
+    return Verdict(decision, **{**fields, **changed})
+
+
+def _moved(i: int, name: str, champion: float, challenger: float) -> dict[str, Any]:
+    return {
+        "row_id": f"{i:02d}{name}".ljust(32, "0"),
+        "slices": ["language=en", "length=≤512", "route=returns"],
+        "champion": champion,
+        "challenger": challenger,
+        "change": challenger - champion,
+    }
 
 
 def _failed(decision: str) -> list[Reason]:
-    found = {
-        "hold": Reason(
+    said = {
+        "hold": (
             "lift",
-            "1.020 × (0.980 to 1.060), must be above 1: not enough evidence, about 640 more prompts",
-            0.98,
-            1.0,
-            False,
-            "hold",
+            "1.040 × the champion's emitted tokens a step, 97.5% interval 0.990 to 1.090; must be above 1",
         ),
-        "reject": Reason(
-            "lift",
-            "0.930 × the champion's emitted tokens a step, 0.900 to 0.960; must be above 1",
-            0.90,
-            1.0,
-            False,
-            "reject",
-        ),
-        "cannot_say": Reason(
-            "environment",
-            "champion accepts 0.110 drafts a step here, 1.320 when it was last measured: environment suspect",
-            0.11,
-            0.66,
-            False,
-            "cannot_say",
-        ),
-        "dont_speculate": Reason(
-            "speculate",
-            "the target alone is faster above 8 requests at a time; production has 32",
-            8,
-            32,
-            False,
-            "dont_speculate",
-        ),
+        "reject": ("lift", "0.930 × the champion's emitted tokens a step, 97.5% interval 0.900 to 0.960"),
+        "cannot_say": ("environment", "champion accepts 0.110 drafts a step here, 1.320 when it was last measured"),
+        "dont_speculate": ("speculation", "at concurrency 32 the drafter gives 0.91 × the target alone"),
     }
-    return [found[decision]] if decision in found else []
+    if decision not in said:
+        return [Reason("lift", "1.460 × the champion's emitted tokens a step", 1.46, 1.0, True)]
+    code, message = said[decision]
+    return [Reason(code, message, 0.91, 1.0, False, decision)]
 
 
 def _passed(slices: Mapping[str, Interval]) -> list[Reason]:
-    return [
-        Reason("clusters", "285 conversations, 30 are needed", 285, 30, True, "cannot_say"),
-        Reason("flagged", "1% of requests left out (loop), at most 20% may be", 0.01, 0.2, True, "cannot_say"),
-        *(
-            Reason(
-                f"slice:{name}",
-                f"slice {name}: {one.ratio:.3f} ×",
-                one.ratio,
-                0.9,
-                one.num_clusters >= 5 or None,
-                "reject",
-            )
-            for name, one in slices.items()
-        ),
-        Reason("speed", "1.27 × the champion's tokens/s", 1.22, 0.95, True, "reject"),
-        Reason("tail", "1.04 × the champion's 99th percentile between tokens", 1.11, 1.25, True, "reject"),
-        Reason("general", "0.98 × on general prompts", 1.02, 0.9, True, "reject"),
+    by_slice = [
         Reason(
-            "lossless",
-            "0 replies differ from the champion's (near-ties move with batch shapes: a sign only)",
-            0,
-            0,
-            None,
+            f"slice:{name}",
+            f"slice {name}: {one.ratio:.3f} × ({one.low:.3f} to {one.high:.3f}) on {one.num_clusters} conversations",
+            one.ratio,
+            0.9,
+            one.num_clusters >= 5 or None,
+            "reject",
+            one.low,
+            one.high,
+            one.num_clusters,
+        )
+        for name, one in slices.items()
+    ]
+    replies = "0 replies differ from the champion's (near-ties move with batch shapes: a sign only)"
+    lossless = "0 of 16 replies differ between speculation on and off, 1 between two plain runs (p = 1)"
+    return [
+        Reason("clusters", "285 conversations, 30 are needed", 285, 30, True, "cannot_say", n=285),
+        Reason("flagged", "1% of requests left out (loop), at most 20% may be", 0.013, 0.2, True, "cannot_say", n=300),
+        *by_slice,
+        Reason("general", "general prompts: 0.980 ×", 0.98, 0.9, True, "reject", 0.94, 1.02, 24),
+        Reason("speed", "3772.9 tokens/s against 2970.4 at concurrency 32", 1.27, 0.95, True, "reject", 1.22, 1.33, 12),
+        Reason(
+            "tail", "99th percentile of the time between tokens: 1.04 ×", 1.04, 1.25, True, "reject", 0.98, 1.11, 12
         ),
-        Reason("control", "1.430 × the control: above more training alone", 1.36, 1.0, None),
+        Reason("lossless", lossless, 0, 1, True, "reject", n=16),
+        Reason("replies", replies, 0, 0, None, n=285),
+        Reason("control", "1.430 × the control: above more training alone", 1.43, 1.0, None, None, 1.36, 1.52, 285),
     ]
 
 
-def sample_report(**changed: Any) -> AcceptanceReport:
+def sample_report(decision: str = "promote", **changed: Any) -> AcceptanceReport:
     """Three drafters measured on 300 requests."""
+    ratio, _, _, faster = DECISIONS[decision]
     fields = {
         "derivation_id": "feedc0de00000001",
         "parents": {
@@ -157,7 +161,7 @@ def sample_report(**changed: Any) -> AcceptanceReport:
         ),
         "measured": {
             "champion": measured(1.11, 2970.4, 0.96),
-            "challenger": measured(1.62, 3772.9, 1.0),
+            "challenger": measured(1.11 * ratio, 2970.4 * faster, 1.0),
             "control": measured(1.14, 2840.2, 0.98),
         },
         "settings": {
@@ -169,7 +173,7 @@ def sample_report(**changed: Any) -> AcceptanceReport:
             "prompts": "5ca1ab1e5ca1ab1e",
         },
         "versions": {"torch": "2.9.0", "vllm": "0.25.0", "transformers": "5.1.0"},
-        "looks": [{"fraction": 0.25, "settled": None}, {"fraction": 0.5, "settled": "promote"}],
+        "looks": [{"fraction": 0.25, "settled": None}, {"fraction": 0.5, "settled": None}],
         "drift": {"tokens_per_s": 1.01, "emitted_tokens_per_step": 1.0},
     }
     return AcceptanceReport(**{**fields, **changed})
