@@ -34,6 +34,11 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=("challenger", "control"), default="challenger", help="what to train")
 
 
+def _speed_arguments(parser: argparse.ArgumentParser) -> None:
+    roles = ("champion", "challenger", "control")
+    parser.add_argument("--role", choices=roles, help="whose drafter; by default the challenger's, else the champion's")
+
+
 def _deploy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("version", nargs="?", help="version number; without it, the approved one")
     parser.set_defaults(rollback=False)
@@ -112,6 +117,12 @@ COMMANDS: dict[str, Command] = {
         "two drafters (or one and none) and a file of prompts → a verdict, with a page",
         "slipstream compare drafter-a drafter-b --target TARGET --prompts prompts.jsonl",
         parses_itself=True,
+    ),
+    "speed": Command(
+        "jobs.speed",
+        "tokens/s and latencies against concurrency, with and without speculation; what to speculate where",
+        "slipstream speed --set speed.concurrencies=[1,4,16] --set speed.num_speculative_tokens=[3,7]",
+        add_arguments=_speed_arguments,
     ),
     "promote": Command(
         "jobs.promote",

@@ -21,6 +21,7 @@ _KINDS: dict[str, type[artifacts.Manifest]] = {
     "challenger": artifacts.DrafterCheckpoint,
     "control": artifacts.DrafterCheckpoint,
     "report": artifacts.AcceptanceReport,
+    "speed": artifacts.SpeedReport,
     "decision": artifacts.GateDecision,
 }
 
