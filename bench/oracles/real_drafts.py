@@ -89,7 +89,14 @@ class Comparison:
             self.largest_logit = max(self.largest_logit, float(draft.logits.abs().max()))
 
 
-def open_engine(target: Path, drafter: Path | None, *, num_draft_tokens: int = 0, max_model_len: int = 512) -> Any:
+def open_engine(
+    target: Path,
+    drafter: Path | None,
+    *,
+    num_draft_tokens: int = 0,
+    max_model_len: int = 512,
+    request_metrics: str = "none",
+) -> Any:
     """A float32 vLLM engine in this process, one request at a time, with or without speculation."""
     from vllm import LLM
 
@@ -103,6 +110,7 @@ def open_engine(target: Path, drafter: Path | None, *, num_draft_tokens: int = 0
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         disable_log_stats=False,
+        per_request_spec_decode_metrics=request_metrics,
         kv_cache_memory_bytes=1 << 29,
         speculative_config=speculation if drafter else None,
     )
