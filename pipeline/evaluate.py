@@ -18,6 +18,7 @@ from pipeline.config import Config
 from pipeline.errors import StageError
 from pipeline.fingerprint import require_same_settings
 from pipeline.gate_prompts import GatePrompts
+from pipeline.kept_sittings import KeptSittings
 from pipeline.measured import Walks, measured_of, rows_of
 from pipeline.schemas import ACCEPTANCE
 from pipeline.shards import PartWriter, write_table
@@ -57,8 +58,11 @@ def run(
 
     def build(folder: Path, derivation: str) -> AcceptanceReport:
         comparison = _Comparison(config, candidates, prompts, recorded=recorded, walks=walk())
-        comparison.serve(server)
-        return comparison.report(folder, derivation, parents)
+        kept = KeptSittings(folder / "sittings")
+        comparison.serve(server, kept)
+        report = comparison.report(folder, derivation, parents)
+        kept.remove()
+        return report
 
     return complete(
         config.root,
@@ -92,7 +96,7 @@ class _Comparison:
     drift: dict[str, float] | None = None
     restarted: bool = False
 
-    def serve(self, server: Server) -> None:
+    def serve(self, server: Server, kept: KeptSittings) -> None:
         """Every sitting, in turns where the server can swap, else in one visit each (A B A)."""
         settings = self.config.evaluate
         course = Course(
@@ -103,13 +107,13 @@ class _Comparison:
             concurrency=settings.concurrency,
         )
         if server.swaps(self.candidates):
-            self.sittings = alternate(self.candidates, course, server=server, settled=self._settled)
+            self.sittings = alternate(self.candidates, course, server=server, kept=kept, settled=self._settled)
             if settings.early_stop and not (self.looks and self.looks[-1]["settled"]):
                 self._look(self.sittings)  # the last, on all of the prompts
             return
         logger.info("evaluate: these cannot be swapped into one engine: one visit each, the champion again at the end")
         self.restarted = True
-        self.sittings, again = with_restarts(self.candidates, course, server=server)
+        self.sittings, again = with_restarts(self.candidates, course, server=server, kept=kept)
         self.drift = self._drift(again)
 
     def _settled(self, sittings: Sittings, blocks_done: int) -> bool:

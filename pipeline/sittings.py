@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.artifacts import DrafterCheckpoint
+from pipeline.kept_sittings import KeptSittings
 from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
@@ -104,7 +105,12 @@ class Course:
 
 
 def alternate(
-    candidates: Candidates, course: Course, *, server: Server, settled: Callable[[Sittings, int], bool]
+    candidates: Candidates,
+    course: Course,
+    *,
+    server: Server,
+    kept: KeptSittings,
+    settled: Callable[[Sittings, int], bool],
 ) -> Sittings:
     """What every drafter answered, block by block: all blocks, or those until ``settled(sittings, blocks done)``.
 
@@ -112,30 +118,42 @@ def alternate(
     """
     roles = [role for role in ROLES if role in candidates]
     sittings: Sittings = {}
+    used = False
     try:
         for block in range(course.num_blocks):
-            for role in roles if block % 2 == 0 else reversed(roles):
-                server.use(role, candidates[role])
-                sittings[block, role] = course.sit(server, block, role)
+            done = kept.load(f"block-{block}", course)
+            if done is None:
+                done, used = {}, True
+                for role in roles if block % 2 == 0 else reversed(roles):
+                    server.use(role, candidates[role])
+                    done[block, role] = course.sit(server, block, role)
+                kept.save(f"block-{block}", done)
+            sittings |= done
             if block + 1 < course.num_blocks and settled(sittings, block + 1):
                 logger.info("evaluate: settled after %d of %d sittings", block + 1, course.num_blocks)
                 break
     finally:
-        server.use("champion", candidates["champion"])
+        if used:
+            server.use("champion", candidates["champion"])
     return sittings
 
 
-def with_restarts(candidates: Candidates, course: Course, *, server: Server) -> tuple[Sittings, Sittings]:
+def with_restarts(
+    candidates: Candidates, course: Course, *, server: Server, kept: KeptSittings
+) -> tuple[Sittings, Sittings]:
     """What every drafter answered in a visit of its own, and what the champion answered in its second visit."""
     visits = [role for role in ROLES if role in candidates] + ["champion"]
     sittings: Sittings = {}
-    again: Sittings = {}
     for number, role in enumerate(visits):
-        server.use(role, candidates[role])
-        kept = again if number == len(visits) - 1 else sittings
-        for block in range(course.num_blocks):
-            kept[block, role] = course.sit(server, block, role)
-    return sittings, again
+        done = kept.load(f"visit-{number}", course)
+        if done is None:
+            server.use(role, candidates[role])
+            done = {(block, role): course.sit(server, block, role) for block in range(course.num_blocks)}
+            kept.save(f"visit-{number}", done)
+        if number == len(visits) - 1:
+            return sittings, done
+        sittings |= done
+    raise AssertionError("unreachable")
 
 
 def _requests(rows: Prompts) -> list[dict[str, Any]]:

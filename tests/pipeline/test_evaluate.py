@@ -260,6 +260,30 @@ def test_an_interrupted_evaluation_leaves_the_champion_serving_and_no_artifact(c
     assert evaluated(config, candidates_of(*THREE), responses, server=server_of()).manifest.counts["prompts"] == 10
 
 
+def test_an_interrupted_evaluation_goes_on_with_the_block_that_was_not_over(config, tmp_path):
+    responses = responses_of(tmp_path, rows_for_ten())
+    whole = evaluated(
+        config.model_copy(update={"root": tmp_path / "whole"}), candidates_of(*THREE), responses, server=server_of()
+    )
+    server = server_of()
+    inner = server.answer
+
+    def break_off(requests, *, concurrency):
+        if len([event for event in server.events if event[0] == "use"]) == 5:  # the second block's second drafter
+            raise KeyboardInterrupt
+        return inner(requests, concurrency=concurrency)
+
+    server.answer = break_off
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(config, candidates_of(*THREE), responses, server=server)
+    again = server_of()
+    report = evaluated(config, candidates_of(*THREE), responses, server=again)
+    assert [event[1] for event in again.events if event[0] == "use"] == [*reversed(THREE), "champion"]
+    assert not (report.folder / "sittings").exists()
+    tables = [read_tables(r.folder, r.manifest.shards, ACCEPTANCE).to_pylist() for r in (whole, report)]
+    assert tables[0] == tables[1]
+
+
 def test_case_9_settings_that_move_between_sittings_are_refused_with_both_values(config, tmp_path):
     server = server_of(changes={"challenger": {"chat_template": "think-on"}})
     with pytest.raises(FingerprintError, match=r"chat_template: None != 'think-on'"):
