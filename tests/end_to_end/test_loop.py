@@ -47,8 +47,17 @@ def config(tmp_path_factory):
                 "control": True,
             },
             # A random target's replies repeat themselves, and nothing here is a claim about speed.
-            "evaluate": {"concurrency": 4, "max_tokens": 24, "max_repeat_share": 1.0},
-            "gate": {"min_lift": 0.01, "min_slice_lift": 0.01, "min_speed_ratio": 0.01, "min_clusters": 4},
+            "evaluate": {"concurrency": 4, "max_tokens": 24, "max_repeat_share": 1.0, "blocks": 3, "general_prompts": 4},
+            "gate": {
+                "min_lift": 0.01,
+                "min_slice_lift": 0.01,
+                "min_general_lift": 0.01,
+                "min_position_ratio": 0.0,
+                "min_speed_ratio": 0.001,
+                "max_tail_ratio": 1000.0,
+                "min_clusters": 4,
+                "resamples": 1000,
+            },
         }
     )
 
