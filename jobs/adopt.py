@@ -12,8 +12,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import preflight
-from jobs.registry import FILES, Registry
+from jobs import attachments, preflight
+from jobs.registry import FILES, PASSED, Registry, data_tags
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, describe_file, package_versions, sha256_file
 from pipeline.config import Config
@@ -78,14 +78,17 @@ def first_champion(config: Config, checkpoint: Artifact[DrafterCheckpoint]) -> s
     champion = registry.alias(model, "champion")
     if champion is not None and registry.derivation(model, champion) != checkpoint.id:
         for move in registry.history(model, "champion"):
-            if registry.derivation(model, move["version"]) == checkpoint.id:
-                return move["version"]
+            if registry.derivation(model, move.version) == checkpoint.id:
+                return move.version
         raise ConfigError(
             f"{model}: version {champion} is champion already. To replace it, promote and deploy another; to start "
             "anew for other traffic, choose another `workload`"
         )
-    version = registry.register(model, checkpoint)
-    preflight.check(config, registry.download(model, version))
+    data = attachments.data_behind(config.root, checkpoint.manifest.parents)
+    version = registry.register(model, checkpoint, tags=data_tags(data))
+    registry.attach(model, version, attachments.gather(config, version, checkpoint), folder="attached/adopt")
+    preflight.check(config, registry.download(model, version, anew=True))
+    registry.set_state(model, version, PASSED, reason="served before, nothing to compare it with")
     registry.set_alias(model, "champion", version, expected=champion, reason="adopt")
     return version
 

@@ -34,6 +34,20 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=("challenger", "control"), default="challenger", help="what to train")
 
 
+def _promote_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--instead-of", metavar="N", help="give up version N, which is approved and not deployed")
+
+
+def _history_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alias", help="only this one: champion, approved or challenger")
+    parser.add_argument("--refused", action="store_true", help="also the moves that came too late")
+
+
+def _lineage_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", help="a version's number, a drafter's, data's or a row's id")
+    parser.add_argument("--prompts", action="store_true", help="also the row ids that a version learned from")
+
+
 def _speed_arguments(parser: argparse.ArgumentParser) -> None:
     roles = ("champion", "challenger", "control")
     parser.add_argument("--role", choices=roles, help="whose drafter; by default the challenger's, else the champion's")
@@ -129,6 +143,7 @@ COMMANDS: dict[str, Command] = {
         "judge the report; on a pass, register the challenger as approved",
         "slipstream promote --set gate.min_lift=1.05",
         needs_ray=False,
+        add_arguments=_promote_arguments,
     ),
     "deploy": Command(
         "jobs.deploy",
@@ -143,6 +158,21 @@ COMMANDS: dict[str, Command] = {
         "slipstream rollback",
         needs_ray=False,
         add_arguments=_rollback_arguments,
+    ),
+    "history": Command(
+        "jobs.history",
+        "who moved which alias, when, from where and why",
+        "slipstream history --alias champion",
+        needs_ray=False,
+        add_arguments=_history_arguments,
+    ),
+    "lineage": Command(
+        "jobs.lineage",
+        "what a version was made from and who promoted it; or which versions learned from some data",
+        "slipstream lineage 3 --prompts",
+        more="Takes a version's number, or the id of a drafter, of prompts, responses or states, or of one row.",
+        needs_ray=False,
+        add_arguments=_lineage_arguments,
     ),
     "status": Command(
         "jobs.status",

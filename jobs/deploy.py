@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import preflight
-from jobs.registry import Registry
+from jobs.registry import PASSED, WHY, Registry
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, commit, find, load
 from pipeline.config import Config
@@ -176,9 +176,9 @@ def _approved(registry: Registry, model: str) -> str:
     if version is None:
         raise StageError(f"{model}: no approved version; `slipstream promote` approves one that the gate let through")
     moves = registry.history(model, "champion")
-    if moves and moves[-1]["reason"] == "rollback" and moves[-1]["previous"] == version:
+    if moves and moves[-1].reason == "rollback" and moves[-1].previous == version:
         raise StageError(
-            f"{model}: the approved version {version} was rolled back at {moves[-1]['at']} and is not deployed again "
+            f"{model}: the approved version {version} was rolled back at {moves[-1].at} and is not deployed again "
             f"by itself; `slipstream deploy {version}` does so"
         )
     return version
@@ -188,20 +188,24 @@ def _champions(registry: Registry, model: str) -> list[str]:
     """What has been champion, oldest first, as a stack: a rollback takes away what it left."""
     stack: list[str] = []
     for move in registry.history(model, "champion"):
-        if move["reason"] == "rollback" and move["version"] in stack:
-            del stack[len(stack) - stack[::-1].index(move["version"]) :]
+        if move.reason == "rollback" and move.version in stack:
+            del stack[len(stack) - stack[::-1].index(move.version) :]
         else:
-            stack.append(move["version"])
+            stack.append(move.version)
     return stack
 
 
 def _require_passed(registry: Registry, model: str, version: str) -> None:
-    passed = {m["version"] for m in registry.history(model) if m["alias"] in ("approved", "champion")}
+    """Raises: StageError for a version that was not let through, or whose last verdict withdrew it."""
+    passed = {move.version for move in registry.history(model) if move.alias in ("approved", "champion")}
     if version not in passed:
         raise StageError(
             f"{model}: version {version} never was approved or champion, so the gate did not let it through "
             f"(these may be deployed: {', '.join(sorted(passed, key=int)) or 'none'})"
         )
+    if (state := registry.state(model, version)) != PASSED:
+        why = registry.tags(model, version).get(WHY)
+        raise StageError(f"{model}: version {version} is {state} now ({why}); measure it again, then promote it")
 
 
 def _token(config: Config) -> str:

@@ -55,7 +55,7 @@ def taken_by(add_arguments, name):
     parser = argparse.ArgumentParser()
     if add_arguments is not None:
         add_arguments(parser)
-    return set(vars(parser.parse_args(["folder"] if name == "adopt" else [])))
+    return set(vars(parser.parse_args(["one"] if name in ("adopt", "lineage") else [])))
 
 
 @pytest.mark.parametrize("name", [n for n, c in cli.COMMANDS.items() if not c.parses_itself])

@@ -10,7 +10,7 @@ import pytest
 
 from jobs import deploy
 from jobs.adopt import first_champion
-from jobs.registry import Registry
+from jobs.registry import PASSED, Registry
 from pipeline.artifacts import DrafterCheckpoint, Release, sha256_file, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError, SwapError
@@ -95,7 +95,7 @@ def fleet(mlflow_root, tiny, monkeypatch):
     registry = Registry(None, mlflow_root)
     assert first_champion(config, checkpoints[0]) == "1"
     for checkpoint in checkpoints[1:]:
-        registry.register(config.model_name, checkpoint)
+        registry.set_state(config.model_name, registry.register(config.model_name, checkpoint), PASSED, reason="a test")
     registry.set_alias(config.model_name, "approved", "2")
     served = registry.download(config.model_name, "1")
     replicas = [ScriptedReplica(served, "1") for _ in range(2)]
@@ -227,7 +227,7 @@ def test_a_version_that_the_gate_never_passed_is_not_deployed(fleet):
 
 def test_without_an_approved_version_the_message_names_the_step_before(fleet):
     config, registry, _ = fleet
-    registry._client.delete_registered_model_alias(config.model_name, "approved")
+    registry.mlflow.client.delete_registered_model_alias(config.model_name, "approved")
     with pytest.raises(StageError, match="no approved version; `slipstream promote`"):
         deploy.run(config)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.registry import Registry
+from jobs.registry import FAILED, PASSED, PENDING, Registry
 from pipeline.artifacts import DrafterCheckpoint, commit, describe_file
 from pipeline.errors import SchemaError, StageError
 from pipeline.stages import Artifact
@@ -87,13 +87,24 @@ def test_training_that_was_logged_first_and_its_version_share_one_run(registry, 
     assert len(client.get_metric_history(run_id, "loss")) == 2
 
 
-def test_eight_registrations_at_once_get_eight_versions(registry, tmp_path):
+@pytest.mark.parametrize("roots", ["one root", "a root each"])
+def test_case_82_eight_registrations_at_once_on_one_sqlite_get_eight_versions(registry, tmp_path, roots):
     checkpoints = [make_checkpoint(tmp_path, f"d{i}") for i in range(8)]
+    registries = [registry if roots == "one root" else Registry(registry.uri, tmp_path / f"r{i}") for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        versions = list(pool.map(lambda checkpoint: registry.register(MODEL, checkpoint), checkpoints))
+        versions = list(pool.map(lambda r, checkpoint: r.register(MODEL, checkpoint), registries, checkpoints))
     assert sorted(map(int, versions)) == list(range(1, 9))
     for version, checkpoint in zip(versions, checkpoints, strict=True):
         assert registry.derivation(MODEL, version) == checkpoint.id
+
+
+def test_one_checkpoint_that_machines_register_at_once_is_one_version_to_all(registry, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, "d1")
+    registries = [Registry(registry.uri, tmp_path / f"r{i}") for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda r: r.register(MODEL, checkpoint), registries)) == {"1"}
+    assert [version.number for version in registry.versions(MODEL)] == ["1"]
+    registry.download(MODEL, "1")
 
 
 @pytest.mark.parametrize("step", ["log_batch", "log_artifact", "create_registered_model", "create_model_version"])
@@ -101,7 +112,7 @@ def test_a_process_killed_between_two_steps_leaves_a_registration_that_finishes_
     checkpoint = make_checkpoint(tmp_path, "d1")
     child = os.fork()
     if child == 0:
-        client = type(registry._client)
+        client = type(registry.mlflow.client)
         real = getattr(client, step)
 
         def then_die(*args, **kwargs):
@@ -117,7 +128,7 @@ def test_a_process_killed_between_two_steps_leaves_a_registration_that_finishes_
     registry.download(MODEL, "1")
 
 
-def test_a_checkpoint_without_its_weights_is_not_registered(registry, tmp_path):
+def test_case_34_a_checkpoint_without_its_weights_is_not_registered(registry, tmp_path):
     with pytest.raises(SchemaError, match=r"missing: model\.safetensors"):
         registry.register(MODEL, make_checkpoint(tmp_path, "config-only", files=("config.json",)))
     gone = make_checkpoint(tmp_path, "gone")
@@ -132,7 +143,7 @@ def test_a_checkpoint_without_its_weights_is_not_registered(registry, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["absent", "config only", "changed", "added", "exchanged"])
-def test_a_version_whose_stored_files_differ_does_not_come_back(registry, tmp_path, damage):
+def test_case_34_a_version_whose_stored_files_differ_does_not_come_back(registry, tmp_path, damage):
     checkpoint = make_checkpoint(tmp_path, "d1")
     version = registry.register(MODEL, checkpoint)
     stored = next((tmp_path / "mlartifacts").rglob("drafter"))
@@ -178,62 +189,71 @@ def test_a_folder_of_a_version_that_was_touched_is_refused(registry, tmp_path):
         registry.download(MODEL, version)
 
 
-def test_no_alias_is_an_answer_and_a_broken_registry_is_not(registry, tmp_path):
+def test_case_84_no_alias_is_an_answer_and_a_broken_registry_is_not(registry, tmp_path):
     from mlflow.exceptions import MlflowException
 
     assert registry.alias(MODEL, "champion") is None
     registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
     assert registry.alias(MODEL, "champion") is None
-    registry.set_alias(MODEL, "champion", "1", expected=None)
-    assert registry.alias(MODEL, "champion") == "1"
-    registry._client = type(registry._client)(tracking_uri=registry.uri, registry_uri="http://127.0.0.1:18499")
+    registry.set_alias(MODEL, "challenger", "1", expected=None)
+    assert registry.alias(MODEL, "challenger") == "1"
+    registry.mlflow.client = type(registry.mlflow.client)(
+        tracking_uri=registry.uri, registry_uri="http://127.0.0.1:18499"
+    )
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     try:
         with pytest.raises(MlflowException):
-            registry.alias(MODEL, "champion")
+            registry.alias(MODEL, "challenger")
     finally:
         del os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]
 
 
-def test_of_two_who_move_an_alias_from_the_same_place_one_is_told(registry, tmp_path):
-    for name in ("d1", "d2", "d3"):
-        registry.register(MODEL, make_checkpoint(tmp_path, name))
+def test_a_version_starts_as_pending_and_only_a_passed_one_may_be_served(registry, tmp_path):
+    registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
+    assert registry.state(MODEL, "1") == PENDING
+    for state in (PENDING, FAILED):
+        registry.set_state(MODEL, "1", state, reason="a test")
+        for alias in ("approved", "champion"):
+            with pytest.raises(StageError, match=f"version 1 is {state}, so {alias} cannot name it"):
+                registry.set_alias(MODEL, alias, "1")
+            assert registry.alias(MODEL, alias) is None
+    registry.set_state(MODEL, "1", PASSED, reason="a test")
     registry.set_alias(MODEL, "champion", "1", expected=None)
-
-    def move(version):
-        try:
-            return registry.set_alias(MODEL, "champion", version, expected="1")
-        except StageError as error:
-            return error
-
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(move, ("2", "3")))
-    refused = [outcome for outcome in outcomes if isinstance(outcome, StageError)]
-    assert len(refused) == 1 and "expected 1" in str(refused[0])
-    assert outcomes.count("1") == 1
+    assert registry.alias(MODEL, "champion") == "1"
 
 
-def test_history_tells_what_an_alias_named_and_leaves_out_a_move_that_was_interrupted(registry, tmp_path):
-    for name in ("d1", "d2"):
-        registry.register(MODEL, make_checkpoint(tmp_path, name))
-    registry.set_alias(MODEL, "champion", "1", expected=None, reason="adopt")
-    real = registry._client.set_registered_model_alias
-    registry._client.set_registered_model_alias = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        registry.set_alias(MODEL, "champion", "2", reason="deploy")
-    registry._client.set_registered_model_alias = real
-    assert [move["version"] for move in registry.history(MODEL, "champion")] == ["1"]
-    registry.set_alias(MODEL, "champion", "2", reason="deploy")
-    registry.set_alias(MODEL, "challenger", "2")
-    moves = registry.history(MODEL, "champion")
-    assert [(m["version"], m["previous"], m["reason"]) for m in moves] == [("1", None, "adopt"), ("2", "1", "deploy")]
+def test_what_is_attached_comes_back_and_is_sent_again_where_the_store_lost_it(registry, tmp_path):
+    registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
+    assert registry.attached(MODEL, "1") == {}
+    files = {"README.md": b"# a card", "manifests/states-5a.json": b"{}"}
+    registry.attach(MODEL, "1", files, folder="attached/g1")
+    assert registry.attached(MODEL, "1") == files
+    stored = next((tmp_path / "mlartifacts").rglob("README.md"))
+    stored.write_bytes(b"# a lie")
+    with pytest.raises(SchemaError, match=r"README\.md.*differ"):
+        registry.attached(MODEL, "1")
+    stored.unlink()
+    with pytest.raises(SchemaError, match=r"README\.md.*missing"):
+        registry.attached(MODEL, "1")
+    registry.attach(MODEL, "1", files, folder="attached/g1")
+    assert registry.attached(MODEL, "1") == files
+
+
+def test_figures_are_metrics_of_the_run_and_are_logged_once(registry, tmp_path):
+    registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
+    for _ in range(2):
+        registry.log_figures(MODEL, "1", {"gate/lift": 1.25, "champion/tokens_per_s": 80.0})
+    client = registry.mlflow.client
+    run_id = client.get_model_version(MODEL, "1").run_id
+    assert [point.value for point in client.get_metric_history(run_id, "gate/lift")] == [1.25]
+    assert client.get_run(run_id).data.metrics["champion/tokens_per_s"] == 80.0
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_upload_that_ends_in_an_error_is_looked_at_and_not_believed(registry, tmp_path, kept):
+def test_case_86_an_upload_that_ends_in_an_error_is_looked_at_and_not_believed(registry, tmp_path, kept):
     from mlflow.exceptions import MlflowException
 
-    real, calls = registry._client.log_artifact, []
+    real, calls = registry.mlflow.client.log_artifact, []
 
     def times_out_once(run_id, path, folder):
         calls.append(Path(path).name)
@@ -242,15 +262,15 @@ def test_an_upload_that_ends_in_an_error_is_looked_at_and_not_believed(registry,
         if len(calls) == 1 or (kept and len(calls) <= 3):
             raise MlflowException("504 gateway time-out")
 
-    registry._client.log_artifact = times_out_once
+    registry.mlflow.client.log_artifact = times_out_once
     version = registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
     assert len(calls) > 1
     registry.download(MODEL, version)
 
 
 def test_a_store_that_keeps_nothing_fails_the_registration(registry, tmp_path, monkeypatch):
-    monkeypatch.setattr("jobs.registry._FIRST_WAIT_S", 0.001)
-    registry._client.log_artifact = lambda *_: None
+    monkeypatch.setattr("jobs.registry.connection.FIRST_WAIT_S", 0.001)
+    registry.mlflow.client.log_artifact = lambda *_: None
     with pytest.raises(StageError, match="did not keep the files"):
         registry.register(MODEL, make_checkpoint(tmp_path, "d1"))
-    assert registry._version_of(MODEL, "d1") is None
+    assert registry.version_of(MODEL, "d1") is None

@@ -1,0 +1,132 @@
+"""What is kept in the registry beside a version's checkpoint, so that MLflow alone answers where it comes from.
+
+The model card, the verdict (report.html, decision.json, policy.toml), and the manifests of everything behind it:
+the acceptance report, the states, the responses, the prompts, and the drafter that it was trained from.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs import model_card
+from pipeline.artifacts import MANIFEST, AcceptanceReport, DrafterCheckpoint, GateDecision
+from pipeline.config import Config
+from pipeline.stages import Artifact
+
+CARD, POLICY, FINGERPRINTS = "README.md", "policy.toml", "fingerprints.json"
+DATA = ("prompts", "responses", "states")
+_MANIFESTS = "manifests"
+_MAX_NAME = 250  # characters in a metric's name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision and the report that it rests on."""
+
+    decision: Artifact[GateDecision]
+    report: Artifact[AcceptanceReport]
+
+
+def gather(
+    config: Config, version: str, challenger: Artifact[DrafterCheckpoint], verdict: Verdict | None = None
+) -> dict[str, bytes]:
+    """Name → body of the files to keep; the same inputs give the same bytes."""
+    behind = manifests_behind(config.root, challenger.manifest.parents)
+    decision, report = (verdict.decision, verdict.report) if verdict else (None, None)
+    card = model_card.render(
+        config,
+        version,
+        challenger,
+        behind=behind,
+        decision=decision and decision.manifest,
+        report=report and report.manifest,
+    )
+    fingerprint = challenger.manifest.fingerprint
+    fingerprints = {
+        "target": fingerprint and fingerprint.model_dump(mode="json"),
+        "drafter_content": challenger.manifest.content_id,
+        "measured_with": report.manifest.settings if report else None,
+    }
+    files = {CARD: card.encode(), FINGERPRINTS: _json(fingerprints)}
+    for manifest in behind.values():
+        files[f"{_MANIFESTS}/{manifest['kind']}-{manifest['derivation_id']}.json"] = _json(manifest)
+    if verdict:
+        files |= _verdict_files(verdict)
+    return files
+
+
+def manifests_behind(root: Path, parents: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Derivation id → manifest of what a drafter was made from, as far as it lies under the root.
+
+    Data is followed to its own parents; the drafter that training started from is not: its version has its own.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    todo = list(parents.values())
+    while todo:
+        derivation = todo.pop(0)
+        for path in sorted(Path(root).glob(f"*/{derivation}/{MANIFEST}")):
+            found[derivation] = json.loads(path.read_text())
+            if found[derivation]["kind"] != DrafterCheckpoint.kind:
+                todo += [parent for parent in found[derivation]["parents"].values() if parent not in found]
+    return found
+
+
+def data_behind(root: Path, parents: Mapping[str, str]) -> dict[str, str]:
+    """Kind → derivation id of the prompts, responses and states that a drafter learned from."""
+    kinds = {manifest["kind"]: derivation for derivation, manifest in manifests_behind(root, parents).items()}
+    return {kind: kinds[kind] for kind in DATA if kind in kinds} | {k: v for k, v in parents.items() if k in DATA}
+
+
+def manifests_in(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+    """Derivation id → manifest among files that were kept."""
+    kept = [json.loads(body) for name, body in files.items() if name.startswith(f"{_MANIFESTS}/")]
+    return {manifest["derivation_id"]: manifest for manifest in kept}
+
+
+def figures(verdict: Verdict) -> dict[str, float]:
+    """Metric name → figure: every number of decision.json and of what was measured of each role."""
+    decision = json.loads((verdict.decision.folder / "decision.json").read_text())
+    decision |= {name: getattr(verdict.decision.manifest, name) for name in ("lift", "ci_low", "ci_high")}
+    decision.pop("reasons", None)
+    return _numbers({"gate": decision, **verdict.report.manifest.measured})
+
+
+def _verdict_files(verdict: Verdict) -> dict[str, bytes]:
+    decision, report = verdict.decision, verdict.report
+    files = {shard.path: (decision.folder / shard.path).read_bytes() for shard in decision.manifest.shards}
+    if POLICY not in files:
+        policy = decision.folder / POLICY
+        files[POLICY] = policy.read_bytes() if policy.exists() else _toml(decision.manifest.config).encode()
+    for artifact in (decision, report):
+        kept = {"kind": artifact.manifest.kind, **artifact.manifest.model_dump(mode="json")}
+        files[f"{_MANIFESTS}/{artifact.manifest.kind}-{artifact.id}.json"] = _json(kept)
+    return files
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Finite numbers, under names that MLflow takes: the levels joined by a slash."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        name = f"{prefix}{re.sub(r'[^A-Za-z0-9_ :-]', '_', str(key)) or '_'}"[:_MAX_NAME]
+        if isinstance(value, Mapping):
+            found |= _numbers(value, f"{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[name] = float(value)
+    return found
+
+
+def _toml(table: Mapping[str, Any], header: str = "") -> str:
+    """A table of settings as TOML; absent ones are left out, since TOML has no null."""
+    plain = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    lines = [f"[{header}]"] if header else []
+    lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    tables = [_toml(value, f"{header}.{key}".strip(".")) for key, value in table.items() if isinstance(value, Mapping)]
+    return "\n".join([*lines, "", *tables])
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

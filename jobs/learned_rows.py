@@ -1,0 +1,62 @@
+"""Which rows a drafter learned from, read from the data itself: manifests count rows and don't name them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from pipeline.artifacts import HiddenStateCache, PromptSet, ResponseSet
+
+# The nearest to training first: on the way from prompts to states rows are rejected, with reasons.
+_KINDS = (HiddenStateCache.kind, ResponseSet.kind, PromptSet.kind)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the train set of one artifact."""
+
+    kind: str
+    derivation: str
+    ids: list[str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row in an artifact."""
+
+    kind: str
+    derivation: str
+    split: str
+
+
+def of(root: Path, data: Mapping[str, str]) -> Rows | None:
+    """The rows that a drafter with this data behind it (kind → derivation id) learned from; None where it is absent.
+
+    Where the states were removed, the responses that they were made from stand for them, then the prompts.
+    """
+    for kind in _KINDS:
+        if (derivation := data.get(kind)) and (tables := _tables(Path(root) / kind / derivation)):
+            splits = [split for table in tables for split in _splits(table)]
+            return Rows(kind, derivation, sorted(row_id for row_id, split in splits if split == "train"))
+    return None
+
+
+def holding(root: Path, row_id: str) -> list[Found]:
+    """Every artifact under a root that has a row, and the set that the row is in there."""
+    found = []
+    for kind in reversed(_KINDS):
+        for folder in sorted((Path(root) / kind).glob("*/")):
+            for table in _tables(folder):
+                if (split := dict(_splits(table)).get(row_id)) is not None:
+                    found.append(Found(kind, folder.name, split))
+    return found
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet"))
+
+
+def _splits(table: Path) -> Iterator[tuple[str, str]]:
+    columns = pq.read_table(table, columns=["row_id", "split"])
+    yield from zip(columns["row_id"].to_pylist(), columns["split"].to_pylist(), strict=True)

@@ -1,0 +1,27 @@
+"""MLflow, and nothing else in the project imports it: drafter versions, what they hold, and who moved which alias.
+
+connection.py  one MLflow, and what its errors mean      runs.py      runs: parameters, figures, files that arrived
+moves.py       alias moves and how they replay           registry.py  versions: registered, judged, given back
+alias_log.py   the moves, kept in MLflow                 stored.py    what a stored version must be, file by file
+version.py     the tags of a version, and its states
+"""
+
+from jobs.registry.alias_log import ANY
+from jobs.registry.moves import AliasMoved, Move
+from jobs.registry.registry import Registry
+from jobs.registry.stored import FILES
+from jobs.registry.version import FAILED, PASSED, PENDING, WHY, Version, data_tags
+
+__all__ = [
+    "ANY",
+    "FAILED",
+    "FILES",
+    "PASSED",
+    "PENDING",
+    "WHY",
+    "AliasMoved",
+    "Move",
+    "Registry",
+    "Version",
+    "data_tags",
+]

@@ -1,0 +1,57 @@
+"""A registered drafter as MLflow knows it: the tags of its version, and the states that it goes through."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.artifacts import DrafterCheckpoint
+from pipeline.stages import Artifact
+
+PENDING, PASSED, FAILED = "pending", "passed", "failed"
+
+DERIVATION = "slipstream.derivation_id"
+CONTENT = "slipstream.content_id"
+STATE = "slipstream.state"
+WHY = "slipstream.state_reason"
+ATTACHED = "slipstream.attached"
+_PARENT = "slipstream.parent."
+_DATA = "slipstream.data."
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of ours."""
+
+    number: str
+    derivation: str
+    tags: dict[str, str]
+
+    @property
+    def state(self) -> str:
+        """pending, passed or failed."""
+        return self.tags[STATE]
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Role → derivation id of what the drafter was made from."""
+        return _under(_PARENT, self.tags)
+
+    @property
+    def data(self) -> dict[str, str]:
+        """Kind → derivation id of the data behind it: prompts, responses, states."""
+        return _under(_DATA, self.tags)
+
+
+def lineage_tags(checkpoint: Artifact[DrafterCheckpoint]) -> dict[str, str]:
+    """The tags that say what a checkpoint is and what it was made from."""
+    manifest = checkpoint.manifest
+    parents = {f"{_PARENT}{role}": parent for role, parent in manifest.parents.items()}
+    return {DERIVATION: checkpoint.id, CONTENT: manifest.content_id, "slipstream.role": manifest.role, **parents}
+
+
+def data_tags(data: Mapping[str, str]) -> dict[str, str]:
+    """The tags that name the data behind a checkpoint: kind → derivation id."""
+    return {f"{_DATA}{kind}": derivation for kind, derivation in data.items()}
+
+
+def _under(prefix: str, tags: Mapping[str, str]) -> dict[str, str]:
+    return {key.removeprefix(prefix): value for key, value in tags.items() if key.startswith(prefix)}
