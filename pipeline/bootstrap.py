@@ -16,6 +16,7 @@ import numpy as np
 _BATCH_DRAWS = 2_000_000
 # A tail of fewer resamples than this is noise: beyond, it is continued as a normal one from there.
 _MIN_TAIL_RESAMPLES = 20
+_LOG = 50.0  # log ratios beyond this are as good as infinite
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Resamples:
         """
         if not len(self.logs) or not level > 0:
             return Interval(self.ratio, math.nan, math.nan, self.num_clusters)
-        low, high = (math.exp(self._quantile(tail, level)) for tail in ("low", "high"))
+        low, high = (math.exp(min(max(self._quantile(tail, level), -_LOG), _LOG)) for tail in ("low", "high"))
         return Interval(self.ratio, low, high, self.num_clusters)
 
     def p_under(self, floor: float) -> float:
@@ -125,7 +126,7 @@ def resample(sums: np.ndarray, *, resamples: int, seed: int) -> Resamples:  # su
         rng=np.random.default_rng(seed),
     ).bootstrap_distribution
     # A resample without a step has no ratio; one without a token is infinitely low, and counts.
-    return Resamples(ratio, np.sort(found[~np.isnan(found)]).clip(-50, 50), num_clusters, num_effective)
+    return Resamples(ratio, np.sort(found[~np.isnan(found)]).clip(-_LOG, _LOG), num_clusters, num_effective)
 
 
 def effective(weights: np.ndarray) -> float:

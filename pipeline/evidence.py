@@ -12,6 +12,12 @@ _COUNTS = ("num_tokens", "num_drafts", "num_accepted_tokens", "weight")
 _NAMED = 4  # so many are named, the others counted
 
 
+def sound(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of requests whose counts are numbers: what can be computed with, whatever ``measurement`` says of it."""
+    wrong = {row["row_id"] for row in rows if any(map(_is_wrong, (row[name] for name in _COUNTS)))}
+    return [row for row in rows if row["row_id"] not in wrong]
+
+
 def measurement(
     policy: GateConfig, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], *, num_clusters: int
 ) -> list[Reason]:
@@ -29,16 +35,17 @@ def measurement(
 def _numbers(rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> Reason:
     wrong = [*_not_finite(measured, "")]
     wrong += [
-        f"row {row['row_id']} of the {row['role']}: {name}"
-        for row in rows
-        for name in _COUNTS
-        if row[name] is None or not math.isfinite(row[name]) or row[name] < 0
+        f"row {row['row_id']} of the {row['role']}: {name}" for row in rows for name in _COUNTS if _is_wrong(row[name])
     ]
     message = "every figure is a number"
     if wrong:
         named = ", ".join(wrong[:_NAMED]) + (f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
         message = f"not a number, or negative: {named}; measure again, and see the server's log"
     return Reason("numbers", message, len(wrong), 0, not wrong, "cannot_say")
+
+
+def _is_wrong(count: float | None) -> bool:
+    return count is None or not math.isfinite(count) or count < 0
 
 
 def _not_finite(value: Any, name: str) -> Iterator[str]:

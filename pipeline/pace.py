@@ -141,8 +141,8 @@ def _interval(logs: Sequence[float], level: float) -> Interval:
     return Interval(math.exp(centre), math.exp(centre - half), math.exp(min(centre + half, 50)), n)
 
 
-def _alone(after: float, before: float) -> Interval:
-    return Interval(after / before if before else math.nan, math.nan, math.nan, 0)
+def _alone(after: float | None, before: float | None) -> Interval:
+    return Interval(after / before if before and after is not None else math.nan, math.nan, math.nan, 0)
 
 
 def _more(one: Interval, limit: float, level: float) -> str:

@@ -43,15 +43,14 @@ def judge(policy: GateConfig, rows: Sequence[Mapping[str, Any]]) -> list[Positio
     challenger, champion = (_counts(rows, role) for role in ("challenger", "champion"))
     if not challenger.size:
         return []
-    found, judged = [], []
+    found, judged, floor = [], [], policy.min_position_ratio
     ours, theirs = challenger.sum(0), champion.sum(0)
     for k in range(1, challenger.shape[1]):
         rates = [
             counts[k] / counts[k - 1] if len(counts) > k and counts[k - 1] else math.nan for counts in (ours, theirs)
         ]
         found.append(Position(k, int(ours[k - 1]), *rates))
-        floor = policy.min_position_ratio
-        if k > 1 and floor * ours[k - 1] * ours[1] / max(1, ours[0]) >= _MIN_EXPECTED:
+        if k > 1 and ours[0] and floor * ours[k - 1] * ours[1] / ours[0] >= _MIN_EXPECTED:
             own = _p_under(policy, challenger[:, [k, k - 1]], challenger[:, [1, 0]])
             other = math.nan
             if champion.shape[1] > k and theirs[k]:
@@ -105,9 +104,11 @@ def _counts(rows: Sequence[Mapping[str, Any]], role: str) -> np.ndarray:  # [con
 
 
 def _p_under(policy: GateConfig, first: np.ndarray, second: np.ndarray) -> float:
-    sums = np.concatenate([first, second], axis=1).T  # [4, conversations]
-    if not sums[0].any():
+    a, b, c, d = sums = np.concatenate([first, second], axis=1).T  # [4, conversations]
+    if not a.any():
         return 0.0  # none where at least ten would be expected
+    if a.sum() / b.sum() >= policy.min_position_ratio * c.sum() / d.sum():
+        return 1.0  # not under the floor, and so not shown to be
     return resample(sums, resamples=policy.resamples, seed=policy.seed).p_under(policy.min_position_ratio)
 
 

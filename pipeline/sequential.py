@@ -31,7 +31,7 @@ def levels(error_rate: float, fractions: tuple[float, ...], spending: Spending =
     Raises: ConfigError when they don't rise within (0, 1].
     Source: Lan and DeMets 1983; Jennison and Turnbull 2000, chapters 7 and 19 (numerical integration).
     """
-    from scipy import optimize, stats
+    from scipy import stats
 
     steps = np.diff((0.0, *fractions))
     if not fractions or not (steps > 0).all() or not fractions[-1] <= 1 + 1e-9:
@@ -42,15 +42,21 @@ def levels(error_rate: float, fractions: tuple[float, ...], spending: Spending =
         share = error_rate * min(fraction, 1.0) ** _POWERS[spending] - spent
         spent += share
         width, scale = _TAIL * math.sqrt(fraction), math.sqrt(step)
-
-        def crossing(bound: float, share=share, points=points, density=density, scale=scale) -> float:
-            return float(density @ stats.norm.sf((bound - points) / scale)) - share
-
-        bound = optimize.brentq(crossing, -width, width, xtol=1e-10) if crossing(width) < 0 else math.inf
-        found.append(float(stats.norm.sf(bound / math.sqrt(fraction))))
+        bound = _bound(points, density, scale, share, width)
+        found.append(float(stats.norm.sf(bound / math.sqrt(fraction))) if k else share)
         if k + 1 < len(fractions):
             points, density = _advance(points, density, scale, (-width, min(bound, width)), steps[k + 1])
     return tuple(found)
+
+
+def _bound(points: np.ndarray, density: np.ndarray, scale: float, share: float, width: float) -> float:
+    """What the motion exceeds after one more step with probability ``share``; infinite where that is next to never."""
+    from scipy import optimize, special
+
+    def crossing(bound: float) -> float:
+        return float(density @ special.ndtr((points - bound) / scale)) - share
+
+    return optimize.brentq(crossing, -width, width, xtol=1e-10) if crossing(width) < 0 else math.inf
 
 
 def _advance(

@@ -67,13 +67,15 @@ def movers(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], lis
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["role"] in ("champion", "challenger") and row["num_drafts"] > 0:
-            one = found.setdefault(row["row_id"], {"row_id": row["row_id"], "slices": slices.names(row["slices"])})
+            one = found.setdefault(row["row_id"], {"row_id": row["row_id"], "slices": row["slices"]})
             one[row["role"]] = (row["num_tokens"] - 1) / row["num_drafts"]
     moved = [one | {"change": one["challenger"] - one["champion"]} for one in found.values() if len(one) == 4]
     moved = [one for one in moved if math.isfinite(one["change"])]
     moved.sort(key=lambda one: (-one["change"], one["row_id"]))
     gained = [one for one in moved[:_PROMPTS] if one["change"] > 0]
-    return gained, [one for one in moved[: -_PROMPTS - 1 : -1] if one["change"] < 0]
+    lost = [one for one in moved[: -_PROMPTS - 1 : -1] if one["change"] < 0]
+    gained, lost = ([one | {"slices": slices.names(one["slices"])} for one in some] for some in (gained, lost))
+    return gained, lost
 
 
 def policy_id(policy: GateConfig) -> str:

@@ -3,9 +3,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from pipeline.bootstrap import compare
+from pipeline.bootstrap import cluster_sums, compare, resample
 
 
 def rows_of(clusters):
@@ -100,3 +102,39 @@ def test_what_cannot_be_told_is_not_a_number():
     one = compare(rows_of([[("champion", 9, 3), ("challenger", 9, 3)]]), "challenger", "champion", **settings)
     assert (one.ratio, one.num_clusters) == (1.0, 1)
     assert math.isnan(one.low)
+
+
+def test_few_conversations_widen_the_interval_as_students_does():
+    # Log ratios alone vary, a little: the bootstrap's deviation is the plain one, √((n-1)/n) too narrow.
+    rng = np.random.default_rng(0)
+    logs = rng.normal(0, 0.01, 6)
+    sums = np.array([np.exp(logs) * 1e6, np.full(6, 1e6), np.full(6, 1e6), np.full(6, 1e6)])
+    found = resample(sums, resamples=20_000, seed=0).interval(0.05)
+    half = stats.t.isf(0.05, 5) * logs.std(ddof=1) / math.sqrt(6)
+    assert math.log(found.high / found.low) / 2 == pytest.approx(half, rel=0.12)
+
+
+def test_a_level_that_the_resamples_cannot_resolve_is_continued_and_not_cut():
+    clusters = simulated(random.Random(8), num_clusters=200, lift=1.1)
+    found = resample(cluster_sums(rows_of(clusters), "challenger", "champion"), resamples=1000, seed=0)
+    widths = [math.log(found.ratio / found.interval(level).low) for level in (0.05, 1e-3, 1e-5)]
+    expected = [stats.t.isf(level, 199) for level in (0.05, 1e-3, 1e-5)]
+    assert widths[1] / widths[0] == pytest.approx(expected[1] / expected[0], rel=0.1)
+    assert widths[2] / widths[0] == pytest.approx(expected[2] / expected[0], rel=0.1)
+
+
+def test_the_p_value_and_the_interval_say_the_same():
+    clusters = simulated(random.Random(9), num_clusters=60, lift=1.0)
+    found = resample(cluster_sums(rows_of(clusters), "challenger", "champion"), resamples=4000, seed=0)
+    for level in (0.2, 0.05, 0.01, 1e-4):
+        assert found.p_under(found.interval(level).high) == pytest.approx(level, rel=0.05)
+    assert found.p_under(found.interval(0.1).low) == pytest.approx(0.9, abs=0.01)
+
+
+def test_one_conversation_that_weighs_nearly_everything_does_not_count_as_many():
+    rows = rows_of([[("champion", 100, 50), ("challenger", 100, 40 + i % 20)] for i in range(40)])
+    even = compare(rows, "challenger", "champion", level=0.05, resamples=2000, seed=0)
+    for row in rows[:2]:
+        row["weight"] = 100_000
+    uneven = compare(rows, "challenger", "champion", level=0.05, resamples=2000, seed=0)
+    assert math.log(uneven.high / uneven.low) > 10 * math.log(even.high / even.low)

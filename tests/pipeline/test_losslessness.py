@@ -1,0 +1,36 @@
+"""Answers that speculation changes: never in float32, no more than chance in half precision."""
+
+import pytest
+from measurements import BETTER, FAST, failed, measured_of, reason, rows_of
+
+from pipeline.artifacts import SpeedReport
+from pipeline.decide import decide
+
+ROWS = rows_of(BETTER)
+
+
+def decided(lossless, dtype):
+    points = [{"concurrency": 8, "num_speculative_tokens": k, "tokens_per_s": 100.0 + k} for k in (0, 4)]
+    report = SpeedReport(derivation_id="s", parents={}, points=points, lossless=lossless, settings={"dtype": dtype})
+    return decide(FAST, ROWS, measured_of(ROWS), speed=report)
+
+
+def test_case_72_one_different_reply_in_float32_is_a_hard_fail():
+    verdict = decided({"num_prompts": 16, "num_different": 1}, "float32")
+    assert (verdict.decision, failed(verdict)) == ("reject", ["lossless"])
+    assert "1 of 16 replies differ" in reason(verdict, "lossless").message
+    assert decided({"num_prompts": 16, "num_different": 0}, "float32").decision == "promote"
+
+
+@pytest.mark.parametrize(
+    ("different", "plain", "decision"), [(5, 4, "promote"), (16, 16, "promote"), (12, 2, "reject"), (4, 0, "promote")]
+)
+def test_in_half_precision_differences_may_be_as_frequent_as_between_two_plain_runs(different, plain, decision):
+    # 4 of 16 against 0 of 16: one-sided p = 0.0506 by hand (12! · 16! …), just not shown.
+    found = {"num_prompts": 16, "num_different": different, "num_different_plain": plain}
+    assert decided(found, "bfloat16").decision == decision
+
+
+def test_what_was_not_compared_is_shown_and_not_required():
+    assert reason(decided({}, "bfloat16"), "lossless").passed is None
+    assert reason(decided({"num_prompts": 16, "num_different": 3}, "bfloat16"), "lossless").passed is None

@@ -1,0 +1,105 @@
+"""Tokens/s and tails by sittings, and whether speculation pays: each on figures whose answer is known."""
+
+import math
+
+import pytest
+from measurements import BETTER, FAST, failed, measured_of, reason, rows_of, sittings_of
+
+from pipeline import pace
+from pipeline.artifacts import SpeedReport
+from pipeline.decide import decide
+
+ROWS = rows_of(BETTER)
+
+
+def decided(*, speed_report=None, **challenger):
+    return decide(FAST, ROWS, measured_of(ROWS, challenger=challenger), speed=speed_report)
+
+
+def speeds(points, **more):
+    """points: (concurrency, speculated tokens) → tokens/s."""
+    return SpeedReport(
+        derivation_id="s",
+        parents={},
+        points=[
+            {"concurrency": c, "num_speculative_tokens": k, "tokens_per_s": rate} for (c, k), rate in points.items()
+        ],
+        **more,
+    )
+
+
+def test_the_interval_is_students_on_the_log_ratios_of_paired_sittings():
+    # Log ratios 0.1, 0.2, 0.3: mean 0.2, deviation 0.1; t of 5% with two degrees of freedom is 2.9200.
+    before = [{"block": b, "num_tokens": 100, "wall_s": 1.0} for b in range(3)]
+    after = [{"block": b, "num_tokens": 100, "wall_s": math.exp(-0.1 * (b + 1))} for b in reversed(range(3))]
+    measured = {"champion": {"sittings": before}, "challenger": {"sittings": after}}
+    found = pace.tokens_per_s(measured, level=0.05)
+    half = 2.9200 * 0.1 / math.sqrt(3)
+    assert (found.ratio, found.num_clusters) == (pytest.approx(math.exp(0.2)), 3)
+    assert (found.low, found.high) == (
+        pytest.approx(math.exp(0.2 - half), 1e-4),
+        pytest.approx(math.exp(0.2 + half), 1e-4),
+    )
+
+
+def test_a_noisy_loss_is_held_and_the_missing_sittings_are_named():
+    verdict = decided(sittings=sittings_of(95.5, noise=0.15), tokens_per_s=95.5)
+    assert (verdict.decision, failed(verdict)) == ("hold", ["speed"])
+    assert "more sittings would tell" in reason(verdict, "speed").message
+
+
+def test_one_sitting_cannot_tell_how_sure():
+    one = sittings_of(150.0)[:1]
+    verdict = decided(sittings=one, tokens_per_s=150.0)
+    assert (verdict.decision, failed(verdict)) == ("hold", ["speed"])
+    assert "how sure that is cannot be told" in reason(verdict, "speed").message
+    assert decided(sittings=[], tokens_per_s=150.0).decision == "hold"
+
+
+def test_a_tail_that_grows_is_rejected_where_shown_and_held_where_not():
+    champion = {"sittings": sittings_of(100.0, itl_p99_s=0.1)}
+    for grown, noise, decision in ((1.1, 0.01, "promote"), (1.5, 0.01, "reject"), (1.2, 0.2, "hold")):
+        challenger = {"sittings": sittings_of(100.0, itl_p99_s=0.1 * grown, noise=noise), "tokens_per_s": 100.0}
+        for one in challenger["sittings"]:
+            one["wall_s"] = 10.0
+        verdict = decide(FAST, ROWS, measured_of(ROWS, champion=champion, challenger=challenger))
+        assert (verdict.decision, failed(verdict)) == (decision, [] if decision == "promote" else ["tail"])
+
+
+def test_replies_that_came_whole_have_no_tail_and_none_is_asked_for():
+    verdict = decided()
+    assert verdict.tail is None
+    assert reason(verdict, "tail").passed is None
+    only_whole = {"latency": {"itl_p99_s": 0.1}}
+    verdict = decide(FAST, ROWS, measured_of(ROWS, champion=only_whole, challenger={"latency": {"itl_p99_s": 0.2}}))
+    assert verdict.tail.ratio == pytest.approx(2.0)
+    assert (verdict.decision, failed(verdict)) == ("hold", ["tail"])
+
+
+def test_speculation_that_does_not_pay_where_the_fleet_serves_is_not_recommended_above_where_it_does():
+    # Concurrency 8 is production's.
+    points = {(1, 0): 30, (1, 4): 60, (4, 0): 100, (4, 4): 120, (4, 2): 110, (8, 0): 150, (8, 4): 120, (8, 2): 140}
+    verdict = decided(speed_report=speeds(points, recommended={"1": 4, "4": 4, "8": 0}))
+    assert (verdict.decision, failed(verdict)) == ("dont_speculate", ["speculation"])
+    assert verdict.speculate_up_to == 4
+    assert verdict.recommended == {"1": 4, "4": 4, "8": 0}
+    assert "don't speculate above concurrency 4" in reason(verdict, "speculation").message
+    pays = decided(speed_report=speeds(points | {(8, 2): 151}))
+    assert (pays.decision, pays.speculate_up_to) == ("promote", 8)
+
+
+def test_speculation_that_pays_nowhere_says_so():
+    verdict = decided(speed_report=speeds({(1, 0): 30, (1, 4): 20, (8, 0): 150, (8, 4): 120}))
+    assert (verdict.decision, verdict.speculate_up_to) == ("dont_speculate", 0)
+
+
+def test_a_loss_is_stronger_than_not_speculating_and_that_than_a_hold():
+    off = speeds({(8, 0): 150, (8, 4): 120})
+    assert decided(speed_report=off, sittings=sittings_of(80.0)).decision == "reject"
+    assert decided(speed_report=off, sittings=[]).decision == "dont_speculate"
+
+
+def test_a_speed_report_without_productions_concurrency_is_held():
+    verdict = decided(speed_report=speeds({(1, 0): 30, (1, 4): 60}))
+    assert (verdict.decision, failed(verdict)) == ("hold", ["speculation"])
+    assert "not measured at concurrency 8" in reason(verdict, "speculation").message
