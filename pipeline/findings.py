@@ -7,22 +7,12 @@ from typing import Any
 from pipeline import acceptance, charts
 from pipeline.acceptance import accepted_drafts_per_step
 from pipeline.artifacts import AcceptanceReport, SpeedReport
-from pipeline.bootstrap import Interval
 from pipeline.charts import known
-from pipeline.criteria import Reason, walk_gap
+from pipeline.criteria import walk_gap
 from pipeline.verdict import Verdict
 
-NONE = "–"
 # A dimension with more slices than this shows its worst ones and folds the others.
 MAX_ROWS = 8
-_RISKS = {
-    "tail": "99th percentile between tokens",
-    "general": "general prompts",
-    "speculation": "against the target alone",
-    "lossless": "replies that speculation changed",
-    "flagged": "requests left out",
-}
-_DRIFT = {"tokens_per_s": "tokens a second", "emitted_tokens_per_step": "tokens a step"}
 _FLAGS = {
     acceptance.FAILED: "no reply came",
     acceptance.NO_METRICS: "the engine gave no counts",
@@ -32,92 +22,6 @@ _FLAGS = {
     acceptance.UNDERCOUNT: "fewer steps than its length needs",
     acceptance.LOOP: "repeats itself, and loops are easy to draft",
 }
-
-
-def figure(value: float | None, digits: int = 2) -> str:
-    """A number as the page shows it; a dash where there is none."""
-    return f"{value:,.{digits}f}" if known(value) else NONE
-
-
-def times(one: Interval | None) -> str:
-    """``1.46 × (1.39 to 1.54)``."""
-    if one is None or not known(one.ratio):
-        return NONE
-    return f"{one.ratio:.2f} × ({figure(one.low)} to {figure(one.high)})"
-
-
-def percent(value: float | None, digits: int = 0) -> str:
-    """A share in per cent."""
-    return f"{100 * value:.{digits}f}%" if known(value) else NONE
-
-
-def rate(value: float | None) -> str:
-    """Tokens a second, to about three digits."""
-    return figure(value, 0 if known(value) and value >= 1000 else 1)
-
-
-def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds, to about three digits."""
-    return f"{1000 * seconds:,.{1 if seconds < 0.01 else 0}f}" if known(seconds) else NONE
-
-
-def tiles(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
-    """How much faster, before and after: at the clients, and at each step of the target."""
-    before, after = report.measured["champion"], report.measured["challenger"]
-    concurrency = report.settings.get("concurrency", "?")
-    speed, lift = verdict.speed, verdict.lift
-    return [
-        {
-            "name": "How much faster?",
-            "before": rate(before["tokens_per_s"]),
-            "after": rate(after["tokens_per_s"]),
-            "unit": f"tokens a second, {concurrency} requests at a time",
-            "sure": times(speed) if speed else _ratio(after["tokens_per_s"], before["tokens_per_s"]),
-        },
-        {
-            "name": "How much more a step?",
-            "before": figure(before["emitted_tokens_per_step"]),
-            "after": figure(after["emitted_tokens_per_step"]),
-            "unit": "tokens that clients get from each step of the target",
-            "sure": f"{figure(lift.ratio)} ×",
-        },
-    ]
-
-
-def _ratio(after: float | None, before: float | None) -> str:
-    return f"{after / before:.2f} ×" if known(after) and known(before) and before else NONE
-
-
-def risks(verdict: Verdict, report: AcceptanceReport) -> list[dict[str, Any]]:
-    """What can go wrong, each with its figure and whether the policy let it pass (None: not asked for)."""
-    reasons = {reason.code: reason for reason in verdict.reasons}
-    found = [_risk(f"weakest slice, {worst.code.partition(':')[2]}", worst)] if (worst := _worst_slice(verdict)) else []
-    for code, name in _RISKS.items():
-        if (reason := reasons.get(code)) is not None and known(reason.value):
-            found.append(_risk(name, reason))
-    for name, value in (report.drift or {}).items():
-        found.append(
-            {"name": f"the machine's drift, {_DRIFT.get(name, name)}", "said": f"{figure(value)} ×", "passed": None}
-        )
-    return found
-
-
-def _risk(name: str, reason: Reason) -> dict[str, Any]:
-    said = f"{reason.value:.2f} ×"
-    if reason.code == "flagged":
-        said = f"{reason.value:.1%}"
-    elif reason.code == "lossless":
-        said = f"{reason.value:.0f} of {reason.n}"
-    elif known(reason.low) and known(reason.high):
-        said += f" ({reason.low:.2f} to {reason.high:.2f})"
-    return {"name": name, "said": said, "passed": reason.passed}
-
-
-def _worst_slice(verdict: Verdict) -> Reason | None:
-    """The slice with the lowest lift among those that the policy asks something of; else among all."""
-    rows = [reason for reason in verdict.reasons if reason.code.startswith("slice:") and known(reason.value)]
-    asked = [reason for reason in rows if reason.passed is not None]
-    return min(asked or rows, key=lambda reason: (reason.passed is not False, reason.value), default=None)
 
 
 def comparisons(verdict: Verdict, label: Mapping[str, str]) -> dict[str, Any]:
@@ -234,25 +138,6 @@ def curves(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dic
 def looks(report: AcceptanceReport) -> list[dict[str, Any]]:
     """Where early stopping looked: share of the planned prompts, and what was settled there."""
     return [{"share": look.get("fraction"), "settled": look.get("settled")} for look in report.looks]
-
-
-def sure(verdict: Verdict, report: AcceptanceReport) -> dict[str, Any]:
-    """The lift's interval, drawn and as figures, and what it rests on."""
-    lift, level, evidence = verdict.lift, verdict.level, verdict.evidence
-    asked = next((reason.limit for reason in verdict.reasons if reason.code == "lift"), None)
-    certain = f"{100 * (1 - 2 * level):.3g}% interval" if known(level) else "interval"
-    rests_on = f"{lift.num_clusters:,} conversations"
-    if evidence is not None and evidence.needed_clusters is not None:
-        rests_on += f"; about {evidence.needed_clusters:,} find a gain worth having"
-    lines = [f"{certain} of the tokens a step", rests_on]
-    if verdict.looks and verdict.looks[-1] < 1:
-        num_looks = f" after {len(verdict.looks)} looks" if len(verdict.looks) > 1 else ""
-        lines.append(f"settled early{num_looks}: {verdict.looks[-1]:.0%} of the planned prompts")
-    return {
-        "figure": f"{lift.low:.2f} to {lift.high:.2f} ×" if lift.is_known else NONE,
-        "drawn": charts.intervals({"lift": lift}, floor=asked if asked != 1 else None),
-        "lines": lines,
-    }
 
 
 def flags(measured: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The verdict as one page for people: self-contained HTML, no script, nothing fetched, light and dark.
 
 The first screen answers what a busy reader asks: promote or not, how much faster, how sure, what can go wrong. What
-each part shows is worked out in findings.py, where things lie in a drawing in charts.py; the template
+each part shows is worked out in answers.py and findings.py, where things lie in a drawing in charts.py; the template
 (report.html.j2, with report.css.j2 and report_parts.html.j2) only places and names things.
 """
 
@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import charts, findings, findings_speed
+from pipeline import answers, charts, figures, findings, findings_speed
 from pipeline.artifacts import AcceptanceReport, SpeedReport
-from pipeline.findings import figure
 from pipeline.verdict import Verdict
 
 TEMPLATE = "report.html.j2"
@@ -22,6 +21,7 @@ TITLES = {
     "cannot_say": "Cannot say",
     "dont_speculate": "Don't speculate",
 }
+_MAX_FAILED = 6  # reasons in sight; a page of them is no answer
 _MEANING = {
     "promote": "Better, and nothing that was asked for got worse.",
     "hold": "Not shown either way, or there is something for a person to look at.",
@@ -54,13 +54,13 @@ def render(
     label = {**{role: role for role in [*report.measured, *curves]}, **(names or {})}
     label = {role: findings_speed.ALONE if name == "none" else name for role, name in label.items()}
     environment.filters |= {
-        "figure": figure,
-        "times": findings.times,
-        "percent": findings.percent,
-        "rate": findings.rate,
-        "ms": findings.ms,
+        "figure": figures.figure,
+        "times": figures.times,
+        "percent": figures.percent,
+        "rate": figures.rate,
+        "ms": figures.ms,
     }
-    environment.globals["label"] = label
+    environment.globals |= {"label": label, "max_failed": _MAX_FAILED}
     return environment.get_template(TEMPLATE).render(
         title=title,
         verdict=verdict,
@@ -88,9 +88,9 @@ def _parts(
     """What every part of the page draws from."""
     measured = report.measured
     return {
-        "tiles": findings.tiles(verdict, report),
-        "sure": findings.sure(verdict, report),
-        "risks": findings.risks(verdict, report),
+        "tiles": answers.tiles(verdict, report),
+        "sure": answers.sure(verdict, report),
+        "risks": answers.risks(verdict, report),
         "comparisons": findings.comparisons(verdict, label),
         "slices": findings.slices(verdict, report),
         "acceptance": charts.bars({role: one["served_acceptance_length"] for role, one in measured.items()}),
@@ -133,11 +133,13 @@ def _summary(verdict: Verdict, label: Mapping[str, str]) -> str:
         return "The lift could not be measured; the reasons say why."
     than = f"the {name}" if (name := label["champion"]) in ("champion", findings_speed.ALONE) else name
     if lift.low <= 1 <= lift.high:
-        said = f"No difference to {than} is shown in tokens a step: {findings.times(lift)}"
+        said = f"No difference to {than} is shown in tokens a step: {figures.times(lift)}"
     else:
         word = "more" if lift.ratio > 1 else "fewer"
         said = f"Clients get {abs(lift.ratio - 1):.0%} {word} tokens from each step of the target than with {than}"
     if speed is not None and speed.is_known:
         shown = "" if speed.low > 1 or speed.high < 1 else " (not shown to differ)"
         said += f", {abs(speed.ratio - 1):.0%} {'more' if speed.ratio >= 1 else 'fewer'} a second{shown}"
-    return ("As measured: " if verdict.decision == "cannot_say" else "") + said + "."
+    if verdict.decision == "cannot_say":
+        said = f"As measured, {said[0].lower()}{said[1:]}"
+    return f"{said}."

@@ -4,7 +4,11 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from report_samples import (
+
+from pipeline import report
+from pipeline.bootstrap import UNKNOWN, Interval
+from pipeline.criteria import Reason
+from tests.pipeline.report_samples import (
     DECISIONS,
     ROUTES,
     sample_curves,
@@ -13,10 +17,6 @@ from report_samples import (
     sample_speed,
     sample_verdict,
 )
-
-from pipeline import report
-from pipeline.bootstrap import UNKNOWN, Interval
-from pipeline.criteria import Reason
 
 LEAST = {"curves": {}, "speed": None, "policy_id": None}
 
@@ -111,6 +111,13 @@ def test_what_failed_comes_before_any_figure_and_what_passed_is_folded():
     assert failed < text.index("training and serving disagree") < text.index("How much faster?")
     assert text.index("How much faster?") < text.index("1 of 3 checks passed") < text.index("few left out")
     assert text.index("1 more shown, not required") < text.index("above more training alone")
+
+
+def test_of_many_failures_the_first_are_in_sight_and_none_is_lost():
+    reasons = [Reason(f"slice:a={i}", f"slice number {i:02d} lost", 0.5, 0.9, False, "reject") for i in range(20)]
+    text = text_of(sample_page("reject", verdict=sample_verdict("reject", reasons=reasons)))
+    assert text.index("number 05") < text.index("14 more failed") < text.index("number 06")
+    assert text.index("number 19") < text.index("How much faster?")
 
 
 def test_text_from_outside_cannot_become_markup():
