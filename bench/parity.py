@@ -23,7 +23,8 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     sys.path[1:1] = [str(ROOT / "tests"), str(ROOT / "tests" / "drafter")]  # toys
 
-Figure = dict[str, Any]
+from bench.figures import Figure, above, at_least, at_most, finish, unknown  # noqa: E402
+
 FAVOURITE = 433  # a token that the toy target says often, and that the toy drafter proposes
 
 
@@ -181,26 +182,6 @@ def walk_gap(measured: dict[str, Any] | None) -> Figure:
     return at_most(measured["walk_gap"], 0.05, n=measured["num_drafts"])
 
 
-def at_most(value: float, limit: float, **more: Any) -> Figure:
-    """A figure that must not exceed its limit."""
-    return {"value": value, "target": f"<={limit:g}", "met": value <= limit, **more}
-
-
-def at_least(value: float, limit: float, **more: Any) -> Figure:
-    """A figure that must reach its limit."""
-    return {"value": value, "target": f">={limit:g}", "met": value >= limit, **more}
-
-
-def above(value: float | None, limit: float, **more: Any) -> Figure:
-    """A figure that must exceed its limit."""
-    return {"value": value, "target": f">{limit:g}", "met": value is not None and value > limit, **more}
-
-
-def unknown(reason: str) -> Figure:
-    """A figure that could not be measured here."""
-    return {"value": None, "met": None, "reason": reason}
-
-
 def prompts(setting: Setting, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """(prompt ids, stop ids): shop mails through the chat template, or random ids for the toy."""
     if setting.target is None:
@@ -268,16 +249,6 @@ def setting_of(arguments: argparse.Namespace) -> Iterator[Setting]:
         yield Setting(arguments.small, target, drafter, champion, why, demo, Path(workdir))
 
 
-def table(figures: dict[str, Figure]) -> str:
-    """The figures for people."""
-    lines = [f"{'figure':44}{'value':>14}  {'target':10}met"]
-    for name, figure in figures.items():
-        value = "-" if figure["value"] is None else f"{figure['value']:.6g}"
-        met = {True: "yes", False: "NO", None: f"- {figure.get('reason', '')}"}[figure["met"]]
-        lines.append(f"{name:44}{value:>14}  {figure.get('target', ''):10}{met}  {figure.get('on', '')}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,15 +258,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", type=Path, help="drafter folder, in the z-lab layout")
     arguments = parser.parse_args(argv)
     from jobs.target_engine import set_engine_environment
-    from pipeline.artifacts import package_versions
 
     set_engine_environment(num_threads=len(os.sched_getaffinity(0)))
     figures: dict[str, Figure] = {}
     with setting_of(arguments) as setting:
         for name in [arguments.only] if arguments.only else MEASURES:
             figures |= MEASURES[name](setting)
-    print(table(figures))
-    print(json.dumps({"bench": "parity", "figures": figures, "versions": package_versions()}))
+    finish("parity", figures)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from pipeline.positions import Position
 from pipeline.power import Evidence, evidence
 from pipeline.verdict import Verdict, movers
 
+# What speed and acceptance must have been measured with alike; load and speculation differ by design.
+_ENGINE = ("vllm", "dtype", "max_model_len")
 SEVERITY = ("cannot_say", "reject", "dont_speculate", "hold")
 
 
@@ -58,6 +60,8 @@ def decide(
         require_same_settings(
             measured["champion"].get("settings", {}), one.get("settings", {}), where=f"gate, champion and {role}"
         )
+    if speed:
+        _require_same_engine(measured["champion"].get("settings", {}), speed.settings)
     gate_rows = [row for row in rows if row["prompt_set"] == "gate"]
     usable = unflagged_everywhere(sound(gate_rows))
     general_rows = unflagged_everywhere(sound([row for row in rows if row["prompt_set"] == "general"]))
@@ -83,6 +87,13 @@ def decide(
         speculate_up_to=pace.speculate_up_to(speed) if speed else None,
         recommended=dict(speed.recommended) if speed else {},
     )
+
+
+def _require_same_engine(evaluated: Mapping[str, Any], timed: Mapping[str, Any]) -> None:
+    """Raises: FingerprintError where speed was measured on another engine than acceptance."""
+    both = [name for name in _ENGINE if name in evaluated and name in timed]
+    ours, theirs = ({name: one[name] for name in both} for one in (evaluated, timed))
+    require_same_settings(ours, theirs, where="gate, acceptance and speed")
 
 
 def settled(
@@ -175,7 +186,7 @@ def _reasons(
         positions.block(policy, found.positions),
         *criteria.walks(policy, measured),
         losslessness.replies(measured),
-        losslessness.speculation(policy, measured, speed),
+        losslessness.speculation(policy, speed),
         *criteria.control(found.comparisons),
     ]
 

@@ -23,13 +23,13 @@ def replies(measured: Mapping[str, Any]) -> Reason:
     return Reason("replies", message, different, 0, different == 0 if exact else None, "reject", n=n)
 
 
-def speculation(policy: GateConfig, measured: Mapping[str, Any], speed: SpeedReport | None) -> Reason:
+def speculation(policy: GateConfig, speed: SpeedReport | None) -> Reason:
     """Greedy replies one at a time, speculation on against off."""
     found = speed.lossless if speed else {}
     if not found.get("num_prompts"):
         return Reason("lossless", "replies with speculation on and off: not compared", None, 0, None)
     n, different = found["num_prompts"], found["num_different"]
-    dtype = speed.settings.get("dtype") or measured["champion"].get("settings", {}).get("dtype")
+    dtype = found.get("dtype") or speed.settings.get("dtype")
     message = f"{different} of {n} replies differ between speculation on and off"
     if dtype == "float32":
         message += ", in float32 at one request none may"
@@ -39,14 +39,20 @@ def speculation(policy: GateConfig, measured: Mapping[str, Any], speed: SpeedRep
     if (plain := found.get("num_different_plain")) is None:
         message += f" in {dtype}; two plain runs were not compared, so it is a sign only"
         return Reason("lossless", message, different, None, None, n=n)
-    return _no_more_than_plain(policy, message, different, plain, n)
+    tries = max(1, len(found.get("num_different_by_speculated", {})))
+    return _no_more_than_plain(policy, message, (different, plain, n), tries)
 
 
-def _no_more_than_plain(policy: GateConfig, message: str, different: int, plain: int, n: int) -> Reason:
-    """Fisher's exact test, one-sided: more differences than between two plain runs."""
+def _no_more_than_plain(policy: GateConfig, message: str, counts: tuple[int, int, int], tries: int) -> Reason:
+    """Fisher's exact test, one-sided: more differences than between two plain runs.
+
+    ``different`` is the most of several numbers of speculated tokens: the p-value is Bonferroni's over them.
+    """
     from scipy import stats
 
-    p = float(stats.fisher_exact([[different, n - different], [plain, n - plain]], alternative="greater").pvalue)
+    different, plain, n = counts
+    odds = stats.fisher_exact([[different, n - different], [plain, n - plain]], alternative="greater")
+    p = min(1.0, tries * float(odds.pvalue))
     passed = p > policy.error_rate
     message += f", {plain} between two plain runs (p = {p:.2g}): {'no more' if passed else 'more'} than chance explains"
     return Reason("lossless", message, different, plain, passed, "reject", n=n)

@@ -14,6 +14,7 @@ from pipeline.artifacts import SpeedReport
 from pipeline.bootstrap import Interval
 from pipeline.config import GateConfig
 from pipeline.criteria import Reason
+from pipeline.speed_points import pays_up_to
 
 _MAX_SITTINGS = 1000
 
@@ -101,14 +102,9 @@ def speculation(measured: Mapping[str, Any], speed: SpeedReport | None) -> list[
 
 
 def speculate_up_to(speed: SpeedReport) -> int:
-    """The highest measured concurrency up to which some number of speculated tokens beats the target alone; 0: none."""
-    up_to = 0
-    for concurrency, rates in sorted(_rates(speed).items()):
-        drafting = max((rate for k, rate in rates.items() if k), default=0.0)
-        if not drafting > rates.get(0, math.inf):
-            break
-        up_to = concurrency
-    return up_to
+    """The highest measured concurrency up to which speculation is faster than the target alone; 0: nowhere."""
+    up_to = pays_up_to(speed.recommended)
+    return max(_rates(speed), default=0) if up_to is None else up_to
 
 
 def _rates(speed: SpeedReport) -> dict[int, dict[int, float]]:

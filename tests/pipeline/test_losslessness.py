@@ -11,7 +11,7 @@ ROWS = rows_of(BETTER)
 
 def decided(lossless, dtype):
     points = [{"concurrency": 8, "num_speculative_tokens": k, "tokens_per_s": 100.0 + k} for k in (0, 4)]
-    report = SpeedReport(derivation_id="s", parents={}, points=points, lossless=lossless, settings={"dtype": dtype})
+    report = SpeedReport(derivation_id="s", parents={}, points=points, lossless=lossless | {"dtype": dtype})
     return decide(FAST, ROWS, measured_of(ROWS), speed=report)
 
 
@@ -34,3 +34,10 @@ def test_in_half_precision_differences_may_be_as_frequent_as_between_two_plain_r
 def test_what_was_not_compared_is_shown_and_not_required():
     assert reason(decided({}, "bfloat16"), "lossless").passed is None
     assert reason(decided({"num_prompts": 16, "num_different": 3}, "bfloat16"), "lossless").passed is None
+
+
+def test_the_worst_of_several_numbers_of_speculated_tokens_is_expected_to_be_bad():
+    found = {"num_prompts": 16, "num_different": 6, "num_different_plain": 1}
+    assert decided(found, "bfloat16").decision == "reject"  # p = 0.04 for one number
+    found["num_different_by_speculated"] = {"2": 1, "4": 6, "7": 3}
+    assert decided(found, "bfloat16").decision == "promote"

@@ -8,6 +8,8 @@ from measurements import BETTER, FAST, failed, measured_of, reason, rows_of, sit
 from pipeline import pace
 from pipeline.artifacts import SpeedReport
 from pipeline.decide import decide
+from pipeline.errors import FingerprintError
+from pipeline.speed_points import recommend
 
 ROWS = rows_of(BETTER)
 
@@ -18,14 +20,8 @@ def decided(*, speed_report=None, **challenger):
 
 def speeds(points, **more):
     """points: (concurrency, speculated tokens) → tokens/s."""
-    return SpeedReport(
-        derivation_id="s",
-        parents={},
-        points=[
-            {"concurrency": c, "num_speculative_tokens": k, "tokens_per_s": rate} for (c, k), rate in points.items()
-        ],
-        **more,
-    )
+    listed = [{"concurrency": c, "num_speculative_tokens": k, "tokens_per_s": rate} for (c, k), rate in points.items()]
+    return SpeedReport(derivation_id="s", parents={}, points=listed, recommended=recommend(listed), **more)
 
 
 def test_the_interval_is_students_on_the_log_ratios_of_paired_sittings():
@@ -79,7 +75,7 @@ def test_replies_that_came_whole_have_no_tail_and_none_is_asked_for():
 def test_speculation_that_does_not_pay_where_the_fleet_serves_is_not_recommended_above_where_it_does():
     # Concurrency 8 is production's.
     points = {(1, 0): 30, (1, 4): 60, (4, 0): 100, (4, 4): 120, (4, 2): 110, (8, 0): 150, (8, 4): 120, (8, 2): 140}
-    verdict = decided(speed_report=speeds(points, recommended={"1": 4, "4": 4, "8": 0}))
+    verdict = decided(speed_report=speeds(points))
     assert (verdict.decision, failed(verdict)) == ("dont_speculate", ["speculation"])
     assert verdict.speculate_up_to == 4
     assert verdict.recommended == {"1": 4, "4": 4, "8": 0}
@@ -103,3 +99,12 @@ def test_a_speed_report_without_productions_concurrency_is_held():
     verdict = decided(speed_report=speeds({(1, 0): 30, (1, 4): 60}))
     assert (verdict.decision, failed(verdict)) == ("hold", ["speculation"])
     assert "not measured at concurrency 8" in reason(verdict, "speculation").message
+
+
+def test_speed_on_another_engine_than_the_acceptance_is_refused_with_both_values():
+    measured = measured_of(ROWS)
+    for one in measured.values():
+        one["settings"] = {**one["settings"], "vllm": "0.32.0"}
+    other = speeds({(8, 0): 100, (8, 4): 200}, settings={"vllm": "0.33.0", "dtype": "bfloat16", "flags": {}})
+    with pytest.raises(FingerprintError, match=r"vllm: '0.32.0' != '0.33.0'"):
+        decide(FAST, ROWS, measured, speed=other)
