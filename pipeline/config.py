@@ -135,12 +135,12 @@ class EvaluateConfig(Frozen):
     """Requests at a time: production's. The verdict on speed and tail latency holds for it."""
     max_tokens: int = Field(128, gt=0)
     max_prompts: int | None = None
-    blocks: int = Field(6, gt=0)
+    blocks: int = Field(8, gt=0)
     """Sittings of the alternation A B B A … that the prompts are dealt into. The verdict on speed needs several."""
     early_stop: bool = True
     """Look after every sitting, and end where the policy's verdict is settled; its error rate holds all the same."""
     sampling: Literal["greedy", "traffic"] = "greedy"
-    """A reply with a larger share of repeated 4-grams is a loop and not counted; 1 counts every reply."""
+    """traffic: every request's own temperature and top-p, each with its own seed. Walks are compared on greedy alone."""
     seed: int = 0
     max_repeat_share: float = Field(0.5, gt=0, le=1)
     """A reply with a larger share of repeated 4-grams is a loop and isn't counted; 1 counts every reply."""

@@ -17,6 +17,7 @@ from pipeline.artifacts import (
     describe_file,
     find,
     package_versions,
+    verify,
     write_durably,
 )
 from pipeline.config import Config
@@ -44,7 +45,8 @@ def run(
 
     ``names``: role → what the page calls it.
 
-    Raises: FingerprintError when the report's measurements were made with different settings.
+    Raises: FingerprintError when the report's measurements were made with different settings; SchemaError when its
+    files are not those that its manifest describes.
     """
     from pipeline.report import render
 
@@ -52,6 +54,7 @@ def run(
     parents = {"report": report.id} | ({"speed": speed.id} if speed else {})
 
     def build(folder: Path, derivation: str) -> GateDecision:
+        verify(report.folder, report.manifest)
         rows = read_tables(report.folder, report.manifest.shards, ACCEPTANCE).to_pylist()
         fractions = [look["fraction"] for look in report.manifest.looks] or [1.0]
         verdict = decide(config.gate, rows, report.manifest.measured, speed=measured_speed, fractions=fractions)

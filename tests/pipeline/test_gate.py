@@ -11,6 +11,7 @@ from measurements import BETTER, FAST, SETTINGS, measured_of, rows_of
 from pipeline import gate
 from pipeline.artifacts import AcceptanceReport, GateDecision, SpeedReport, commit, describe_file, load, verify
 from pipeline.config import Config, GateConfig
+from pipeline.errors import SchemaError
 from pipeline.schemas import ACCEPTANCE
 from pipeline.stages import Artifact
 
@@ -84,3 +85,10 @@ def test_a_speed_report_is_judged_and_becomes_a_parent(tmp_path, report):
     assert decision.manifest.decision == "dont_speculate"
     assert decision.manifest.parents == {"report": "r1", "speed": "s1"}
     assert json.loads((decision.folder / "decision.json").read_text())["speculate_up_to"] == 0
+
+
+def test_a_report_whose_counts_were_changed_after_it_was_written_is_refused(tmp_path, report):
+    rows = [row | {"num_drafts": row["num_drafts"] - (row["role"] == "challenger")} for row in rows_of(BETTER)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=ACCEPTANCE), report.folder / "acceptance.parquet")
+    with pytest.raises(SchemaError, match=r"acceptance.parquet: (sha256|\d+ bytes)"):
+        gate.run(config_of(tmp_path), report)
