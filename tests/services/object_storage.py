@@ -58,6 +58,10 @@ class ObjectStorage:
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
         return {one["Key"]: one["Size"] for page in pages for one in page.get("Contents", [])}
 
+    def read(self, bucket: str, key: str) -> bytes:
+        """The body of an object."""
+        return self.client().get_object(Bucket=bucket, Key=key)["Body"].read()
+
     def ready(self) -> bool:
         """Whether a bucket can be made and an object stored: the parts find each other one after the other."""
         client = self.client()

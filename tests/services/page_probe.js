@@ -1,0 +1,46 @@
+// What a reader would see of the page, measured by the browser: every text with its colours, size and box, and every drawing.
+() => {
+  for (const folded of document.querySelectorAll("details")) folded.open = true;
+
+  const box = (rect) => ({ left: rect.left, right: rect.right, width: rect.width, height: rect.height });
+
+  const chain = (element) => {
+    const found = [];
+    for (let one = element; one; one = one.parentElement) found.push(one);
+    return found;
+  };
+
+  const describe = (node) => {
+    const element = node.parentElement;
+    const style = getComputedStyle(element);
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const drawing = element.ownerSVGElement;
+    const scale = drawing ? Math.abs(element.getScreenCTM().d) : 1;
+    return {
+      text: node.textContent.trim(),
+      tag: element.tagName.toLowerCase(),
+      chart: Boolean(drawing),
+      color: drawing ? style.fill : style.color,
+      opacity: chain(element).reduce((product, one) => product * Number(getComputedStyle(one).opacity), 1),
+      backgrounds: chain(element).map((one) => getComputedStyle(one).backgroundColor),
+      size_px: parseFloat(style.fontSize) * scale,
+      weight: Number(style.fontWeight),
+      box: box(range.getBoundingClientRect()),
+    };
+  };
+
+  const texts = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    if (node.textContent.trim() && node.parentElement.checkVisibility()) texts.push(describe(node));
+  }
+  return {
+    texts,
+    drawings: [...document.querySelectorAll("svg")].map((one) => box(one.getBoundingClientRect())),
+    canvas: getComputedStyle(document.body).backgroundColor,
+    scroll_width: document.scrollingElement.scrollWidth,
+    inner_width: window.innerWidth,
+  };
+}
