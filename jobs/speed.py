@@ -28,11 +28,12 @@ from pipeline.gate_prompts import from_responses
 from pipeline.sittings import ROLES
 from pipeline.speed_points import batch_size_schedule, pays_up_to
 from pipeline.stages import Artifact
-from serving import deploy, load
+from serving import deploy
 from serving.bench_serve import Load, LoadGenerator
 from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError, LoadError
 from serving.launch import VllmServer
+from serving.load import Reply, drive_sync
 
 logger = logging.getLogger("slipstream")
 
@@ -102,9 +103,9 @@ class MeasuredServer:
         except LoadError as error:
             raise StageError(str(error))
 
-    def answer(self, requests: Sequence[Mapping[str, Any]], *, concurrency: int) -> list[load.Reply]:
+    def answer(self, requests: Sequence[Mapping[str, Any]], *, concurrency: int) -> list[Reply]:
         """The replies to these requests, in order."""
-        return load.drive_sync(self._server.base_url, [dict(one) for one in requests], concurrency=concurrency)
+        return drive_sync(self._server.base_url, [dict(one) for one in requests], concurrency=concurrency)
 
     def settings(self) -> dict[str, Any]:
         """What the engine says of itself, and what sends the load. Raises: StageError when it cannot be asked."""
