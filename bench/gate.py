@@ -100,7 +100,7 @@ def power(setting: Setting) -> dict[str, Figure]:
         setting.records,
         lift=lift,
         guess=guess,
-        gates=2 * setting.gates,
+        gates=setting.gates,
         power=POLICY.power,
         workers=setting.workers,
     )
@@ -110,7 +110,7 @@ def power(setting: Setting) -> dict[str, Figure]:
         "power.needed_over_simulated": at_most(
             abs(guess / found - 1),
             0.15,
-            **setting.note | {"n": 10 * setting.gates},
+            **setting.note | {"n": 5 * setting.gates},
             needed=guess,
             simulated=round(found),
             spread=spread,
@@ -124,7 +124,8 @@ def early_stopping(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.simulated_gates import NUM_BLOCKS, many, stops
 
     ended = many(stops, setting.records, setting.gates, setting.workers, num_prompts=_PROMPTS, lift=1.2)
-    worse = many(stops, setting.records, setting.gates, setting.workers, num_prompts=_PROMPTS, lift=1 / 1.2)
+    losses = setting.gates // 4
+    worse = many(stops, setting.records, losses, setting.workers, num_prompts=_PROMPTS, lift=1 / 1.2)
     note = setting.note | {"looks": NUM_BLOCKS}
     return {
         "early_stopping.share_of_prompts": at_most(
@@ -134,8 +135,8 @@ def early_stopping(setting: Setting) -> dict[str, Figure]:
             promoted=sum(one == "promote" for one, _, _ in ended),
         ),
         "early_stopping.share_of_prompts_on_a_loss": shown(
-            sum(share for _, share, _ in worse) / setting.gates,
-            **note,
+            sum(share for _, share, _ in worse) / losses,
+            **note | {"n": losses},
             rejected=sum(one == "reject" for one, _, _ in worse),
         ),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 # Conversations in one batch of resamples: bounds the memory, changes nothing else.
 _BATCH_DRAWS = 2_000_000
@@ -60,38 +61,39 @@ class Resamples:
 
     def p_under(self, floor: float) -> float:
         """One-sided p-value against "the ratio is ``floor`` or more"; NaN where it cannot be told."""
-        from scipy import stats
-
         if not len(self.logs):
             return math.nan
         resolved = _MIN_TAIL_RESAMPLES / len(self.logs)
         share = 1 - np.searchsorted(self.logs, math.log(floor), side="left") / len(self.logs)
         if resolved < share < 1 - resolved:
-            z = stats.norm.isf(share)
+            z = -special.ndtri(share)
         else:
-            centre = float(np.median(self.logs))
-            edge = float(np.quantile(self.logs, 1 - resolved if share <= resolved else resolved))
+            centre, edge = self._at(0.5), self._at(1 - resolved if share <= resolved else resolved)
             if edge == centre:
                 return float(centre >= math.log(floor))
-            z = stats.norm.isf(resolved) * (math.log(floor) - centre) / abs(edge - centre)
-        return float(stats.t.sf(z / self._expansion, self.num_effective - 1))
+            z = -special.ndtri(resolved) * (math.log(floor) - centre) / abs(edge - centre)
+        return float(special.stdtr(self.num_effective - 1, -z / self._expansion))
 
     @property
     def _expansion(self) -> float:
         return math.sqrt(self.num_effective / (self.num_effective - 1))
 
-    def _quantile(self, tail: str, level: float) -> float:
-        from scipy import stats
+    def _at(self, share: float) -> float:
+        """The log ratio below which this share of the resamples lies."""
+        place = share * (len(self.logs) - 1)
+        below = min(int(place), len(self.logs) - 2)
+        return float(self.logs[below] + (place - below) * (self.logs[below + 1] - self.logs[below]))
 
-        # isf of a tiny level stays exact where 1 - level would round.
-        z = float(self._expansion * stats.t.isf(level, self.num_effective - 1))
+    def _quantile(self, tail: str, level: float) -> float:
+        # By the lower tail, where a tiny level stays exact.
+        z = -self._expansion * float(special.stdtrit(self.num_effective - 1, level))
         resolved = _MIN_TAIL_RESAMPLES / len(self.logs)
-        share = max(float(stats.norm.sf(z)), resolved)
-        end = float(np.quantile(self.logs, share if tail == "low" else 1 - share))
+        share = max(float(special.ndtr(-z)), resolved)
+        end = self._at(share if tail == "low" else 1 - share)
         if share > resolved:
             return end
-        centre = float(np.median(self.logs))
-        return centre + (end - centre) * z / float(stats.norm.isf(resolved))
+        centre = self._at(0.5)
+        return centre - (end - centre) * z / float(special.ndtri(resolved))
 
 
 def compare(

@@ -140,7 +140,7 @@ class EvaluateConfig(Frozen):
     early_stop: bool = True
     """Look after every sitting, and end where the policy's verdict is settled; its error rate holds all the same."""
     sampling: Literal["greedy", "traffic"] = "greedy"
-    """traffic: every request's own temperature and top-p, each with its own seed. Walks are compared on greedy alone."""
+    """traffic: every request's own temperature and top-p, with a seed of its own. Walks cover greedy ones alone."""
     seed: int = 0
     max_repeat_share: float = Field(0.5, gt=0, le=1)
     """A reply with a larger share of repeated 4-grams is a loop and isn't counted; 1 counts every reply."""

@@ -58,6 +58,8 @@ class Verdict:
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """The body of decision.json: plain JSON, null where something could not be measured."""
     body = {name: _plain(value) for name, value in vars(verdict).items()}
+    if verdict.evidence:
+        body["evidence"] |= {"is_enough": verdict.evidence.is_enough, "more_prompts": verdict.evidence.more_prompts}
     ends = {"lift": verdict.lift.ratio, "ci_low": verdict.lift.low, "ci_high": verdict.lift.high}
     return {"decision": body.pop("decision"), **_plain(ends), **body}
 

@@ -137,7 +137,7 @@ def _rescaled(row: Mapping[str, Any], scale: float, rng: random.Random) -> dict[
 def _spread(accepted: int, steps: int, width: int) -> list[int]:
     """Counts by position that add up, each position accepting about the same share of what gets there."""
     low, high = 0.0, 1.0
-    for _ in range(30):
+    for _ in range(16):
         rate = (low + high) / 2
         low, high = (rate, high) if steps * sum(rate**k for k in range(1, width + 1)) < accepted else (low, rate)
     counts = [math.floor(steps * high**k) for k in range(1, width + 1)]
