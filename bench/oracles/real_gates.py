@@ -68,6 +68,7 @@ def record(
     target: Path, champion: Path, challenger: Path, path: Path, workdir: Path, *, prompts: int
 ) -> dict[str, Any]:
     """Write the counts of a real comparison (schemas.ACCEPTANCE) to ``path``, and return what was measured."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     asked = mails(workdir / "mails.jsonl", prompts, seed=50)
@@ -84,8 +85,9 @@ def record(
     table = pq.read_table(report.folder / "acceptance.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Gaps between tokens are most of the bytes, and no simulation reads them.
-    empty = table.schema.field("itl_s")
-    table = table.set_column(table.schema.get_field_index("itl_s"), empty, [[[]] * table.num_rows])
+    column = table.schema.get_field_index("itl_s")
+    empty = pa.array([[]] * table.num_rows, type=table.schema.field(column).type)
+    table = table.set_column(column, table.schema.field(column), empty)
     pq.write_table(table, path, compression="zstd")
     return report.manifest.measured
 
