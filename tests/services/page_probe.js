@@ -4,10 +4,19 @@
 
   const box = (rect) => ({ left: rect.left, right: rect.right, width: rect.width, height: rect.height });
 
-  const chain = (element) => {
-    const found = [];
-    for (let one = element; one; one = one.parentElement) found.push(one);
-    return found;
+  // What lies behind an element, innermost first, and how much of it shines through; asked once an element.
+  const known = new Map();
+  const around = (element) => {
+    if (!element) return { opacity: 1, backgrounds: [] };
+    if (!known.has(element)) {
+      const style = getComputedStyle(element);
+      const outer = around(element.parentElement);
+      known.set(element, {
+        opacity: Number(style.opacity) * outer.opacity,
+        backgrounds: [style.backgroundColor, ...outer.backgrounds],
+      });
+    }
+    return known.get(element);
   };
 
   const describe = (node) => {
@@ -22,8 +31,7 @@
       tag: element.tagName.toLowerCase(),
       chart: Boolean(drawing),
       color: drawing ? style.fill : style.color,
-      opacity: chain(element).reduce((product, one) => product * Number(getComputedStyle(one).opacity), 1),
-      backgrounds: chain(element).map((one) => getComputedStyle(one).backgroundColor),
+      ...around(element),
       size_px: parseFloat(style.fontSize) * scale,
       weight: Number(style.fontWeight),
       box: box(range.getBoundingClientRect()),

@@ -15,6 +15,7 @@ PROBE = (Path(__file__).parent / "page_probe.js").read_text()
 SCHEMES = ("light", "dark")
 WIDTHS = (360, 768, 1280)
 SMALLEST_PX = 9.0  # a chart's label, as it is on the screen
+PATIENCE_S = 180  # a machine that does much else takes long to draw
 CONTRAST, CONTRAST_LARGE = 4.5, 3.0  # WCAG 2.2, 1.4.3 (AA)
 LARGE_PX, LARGE_BOLD_PX = 24.0, 18.66
 
@@ -35,19 +36,19 @@ def look(browser, html: str, *, scheme: str, width: int, folder: Path) -> Seen:
     """The page in a window of that width, with everything unfolded; its picture is left in the folder."""
     file = folder / "page.html"
     file.write_text(html)
-    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+    tab = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    tab.set_default_timeout(1000 * PATIENCE_S)
     try:
-        tab = context.new_page()
         requests, complaints = [], []
         tab.on("request", lambda request: requests.append(request.url))
         tab.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.goto(file.as_uri(), wait_until="networkidle")
+        tab.goto(file.as_uri(), wait_until="load")
         page = tab.evaluate(PROBE)
         tab.screenshot(path=folder / f"{scheme}-{width}.png", full_page=True)
         return Seen(file.as_uri(), scheme, width, requests, complaints, page)
     finally:
-        context.close()
+        tab.close()
 
 
 @pytest.fixture(scope="module")
