@@ -23,9 +23,19 @@ from serving.errors import LoadError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # Of its result; the generated texts never leave its memory.
-_KEPT = ("completed", "failed", "duration", "total_output_tokens", "output_throughput", "ttfts", "itls", "errors")
-_KEPT_FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
-_KEPT_COUNTS = ("spec_decode_num_drafts", "spec_decode_accepted_tokens", "spec_decode_acceptance_length")
+_KEPT = (
+    "completed",
+    "failed",
+    "duration",
+    "total_output_tokens",
+    "output_throughput",
+    "ttfts",
+    "itls",
+    "errors",
+    "spec_decode_num_drafts",
+    "spec_decode_accepted_tokens",
+    "spec_decode_acceptance_length",
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Load:
     """Emitted, by the server's own count."""
     wall_s: float
     ttft_s: list[float]
+    """To the first tokens of every request."""
     itl_s: list[float]
     """Gaps between the arrivals of all requests; a step's tokens arrive together."""
     num_drafts: int
@@ -121,7 +132,7 @@ class LoadGenerator:
             itl_s=[gap for gaps in result["itls"] for gap in gaps],
             num_drafts=result.get("spec_decode_num_drafts", 0),
             num_accepted_tokens=result.get("spec_decode_accepted_tokens", 0),
-            figures={n: result[n] for n in ("output_throughput", *_KEPT_FIGURES, *_KEPT_COUNTS) if n in result},
+            figures={n: result[n] for n in ("output_throughput", "spec_decode_acceptance_length") if n in result},
         )
 
     def _ask(self, arguments: list[str], timeout_s: float) -> dict[str, Any]:
@@ -152,8 +163,6 @@ def _arguments(base_url: str, dataset: Path, num_prompts: int, *, concurrency: i
         "--max-concurrency": concurrency,
         "--temperature": 0,
         "--extra-body": json.dumps({"max_tokens": max_tokens}),
-        "--percentile-metrics": "ttft,itl",
-        "--metric-percentiles": "50,99",
     }
     flags = ["--skip-tokenizer-init", "--disable-shuffle", "--disable-tqdm", "--save-detailed"]
     return [str(part) for option in options.items() for part in option] + flags
@@ -172,7 +181,7 @@ def _answer_runs() -> None:
     for line in sys.stdin:
         try:
             result = serve.main(parser.parse_args(json.loads(line)))
-            answer = {name: result[name] for name in (*_KEPT, *_KEPT_FIGURES, *_KEPT_COUNTS) if name in result}
+            answer = {name: result[name] for name in _KEPT if name in result}
         except Exception as error:  # whatever it was, the one who asked is told
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
