@@ -1,7 +1,7 @@
 """What is kept in the registry beside a version's checkpoint, so that MLflow alone answers where it comes from.
 
-The model card, the verdict (report.html, decision.json, policy.toml), and the manifests of everything behind it:
-the acceptance report, the states, the responses, the prompts, and the drafter that it was trained from.
+The model card, the decision with its page and its policy, and the manifests of everything behind both: the acceptance
+report, the states, the responses, the prompts, and the drafter that it was trained from.
 """
 
 import json
@@ -17,14 +17,14 @@ from pipeline.artifacts import MANIFEST, AcceptanceReport, DrafterCheckpoint, Ga
 from pipeline.config import Config
 from pipeline.stages import Artifact
 
-CARD, POLICY, FINGERPRINTS = "README.md", "policy.toml", "fingerprints.json"
+CARD, FINGERPRINTS = "README.md", "fingerprints.json"
 DATA = ("prompts", "responses", "states")
 _MANIFESTS = "manifests"
 _MAX_NAME = 250  # characters in a metric's name
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judged:
     """A decision and the report that it rests on."""
 
     decision: Artifact[GateDecision]
@@ -32,11 +32,11 @@ class Verdict:
 
 
 def gather(
-    config: Config, version: str, challenger: Artifact[DrafterCheckpoint], verdict: Verdict | None = None
+    config: Config, version: str, challenger: Artifact[DrafterCheckpoint], judged: Judged | None = None
 ) -> dict[str, bytes]:
     """Name → body of the files to keep; the same inputs give the same bytes."""
     behind = manifests_behind(config.root, challenger.manifest.parents)
-    decision, report = (verdict.decision, verdict.report) if verdict else (None, None)
+    decision, report = (judged.decision, judged.report) if judged else (None, None)
     card = model_card.render(
         config,
         version,
@@ -52,15 +52,17 @@ def gather(
         "measured_with": report.manifest.settings if report else None,
     }
     files = {CARD: card.encode(), FINGERPRINTS: _json(fingerprints)}
+    if decision and report:
+        files |= {shard.path: (decision.folder / shard.path).read_bytes() for shard in decision.manifest.shards}
+        own = {"kind": decision.manifest.kind, **decision.manifest.model_dump(mode="json")}
+        behind |= manifests_behind(config.root, decision.manifest.parents) | {decision.id: own}
     for manifest in behind.values():
         files[f"{_MANIFESTS}/{manifest['kind']}-{manifest['derivation_id']}.json"] = _json(manifest)
-    if verdict:
-        files |= _verdict_files(verdict)
     return files
 
 
 def manifests_behind(root: Path, parents: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Derivation id → manifest of what a drafter was made from, as far as it lies under the root.
+    """Derivation id → manifest of what something was made from, as far as it lies under the root.
 
     Data is followed to its own parents; the drafter that training started from is not: its version has its own.
     """
@@ -87,24 +89,12 @@ def manifests_in(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     return {manifest["derivation_id"]: manifest for manifest in kept}
 
 
-def figures(verdict: Verdict) -> dict[str, float]:
+def figures(judged: Judged) -> dict[str, float]:
     """Metric name → figure: every number of decision.json and of what was measured of each role."""
-    decision = json.loads((verdict.decision.folder / "decision.json").read_text())
-    decision |= {name: getattr(verdict.decision.manifest, name) for name in ("lift", "ci_low", "ci_high")}
+    decision = json.loads((judged.decision.folder / "decision.json").read_text())
+    decision |= {name: getattr(judged.decision.manifest, name) for name in ("lift", "ci_low", "ci_high")}
     decision.pop("reasons", None)
-    return _numbers({"gate": decision, **verdict.report.manifest.measured})
-
-
-def _verdict_files(verdict: Verdict) -> dict[str, bytes]:
-    decision, report = verdict.decision, verdict.report
-    files = {shard.path: (decision.folder / shard.path).read_bytes() for shard in decision.manifest.shards}
-    if POLICY not in files:
-        policy = decision.folder / POLICY
-        files[POLICY] = policy.read_bytes() if policy.exists() else _toml(decision.manifest.config).encode()
-    for artifact in (decision, report):
-        kept = {"kind": artifact.manifest.kind, **artifact.manifest.model_dump(mode="json")}
-        files[f"{_MANIFESTS}/{artifact.manifest.kind}-{artifact.id}.json"] = _json(kept)
-    return files
+    return _numbers({"gate": decision, **judged.report.manifest.measured})
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -117,15 +107,6 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[name] = float(value)
     return found
-
-
-def _toml(table: Mapping[str, Any], header: str = "") -> str:
-    """A table of settings as TOML; absent ones are left out, since TOML has no null."""
-    plain = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
-    lines = [f"[{header}]"] if header else []
-    lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
-    tables = [_toml(value, f"{header}.{key}".strip(".")) for key, value in table.items() if isinstance(value, Mapping)]
-    return "\n".join([*lines, "", *tables])
 
 
 def _json(value: Any) -> bytes:

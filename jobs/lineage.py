@@ -20,7 +20,7 @@ from jobs.history import nothing_registered, table
 from jobs.model_card import counted, figure, lift_of
 from jobs.registry import WHY, Registry, Version
 from jobs.session import job_main
-from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision
+from pipeline.artifacts import AcceptanceReport, GateDecision, TargetFingerprint
 from pipeline.config import Config
 from pipeline.errors import StageError
 
@@ -60,7 +60,7 @@ def _of_version(
             ("drafter", f"{version.derivation} ({version.tags.get('slipstream.role')})"),
             ("state", f"{version.state}: {version.tags.get(WHY, 'not judged yet')}"),
             ("aliases", ", ".join(_aliases(registry, config.model_name, version)) or "none"),
-            ("target", _target(manifests) or _own_target(files)),
+            ("target", _target(files, manifests)),
             ("parent", _parents(versions, version)),
         ),
         *_data(version, manifests),
@@ -88,8 +88,10 @@ def _verdict(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     reports = [manifest for manifest in manifests.values() if manifest["kind"] == AcceptanceReport.kind]
     lines = []
     for report in reports:
-        measured = [f"{role} {figure(one.get('emitted_tokens_per_step'))}" for role, one in report["measured"].items()]
-        lines += _named(("report", f"{report['derivation_id']}  emitted tokens a step: {', '.join(measured) or '-'}"))
+        measured = report["measured"]
+        roles = [role for role in ("champion", "challenger", "control") if role in measured]
+        steps = [f"{role} {figure(measured[role].get('emitted_tokens_per_step'))}" for role in roles]
+        lines += _named(("report", f"{report['derivation_id']}  emitted tokens a step: {', '.join(steps) or '-'}"))
     for body in decisions:
         decision = GateDecision.model_validate({name: value for name, value in body.items() if name != "kind"})
         lines += _named(("decision", f"{decision.derivation_id}  {decision.decision}, {lift_of(decision)}"))
@@ -183,20 +185,14 @@ def _aliases(registry: Registry, model: str, version: Version) -> list[str]:
     return [alias for alias in _ALIASES if registry.alias(model, alias) == version.number]
 
 
-def _target(manifests: Mapping[str, Mapping[str, Any]]) -> str | None:
-    for manifest in manifests.values():
-        if manifest["kind"] != DrafterCheckpoint.kind and manifest.get("fingerprint"):
-            return _words(manifest["fingerprint"])
-    return None
-
-
-def _own_target(files: Mapping[str, bytes]) -> str:
-    target = json.loads(files.get(attachments.FINGERPRINTS, b"{}")).get("target")
-    return _words(target) if target else "not recorded"
-
-
-def _words(fingerprint: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in fingerprint.items())
+def _target(files: Mapping[str, bytes], manifests: Mapping[str, Mapping[str, Any]]) -> str:
+    """The drafter's own target, or that of the data that it learned from."""
+    own = json.loads(files.get(attachments.FINGERPRINTS, b"{}")).get("target")
+    data = (one.get("fingerprint") for one in manifests.values() if one["kind"] in attachments.DATA)
+    fingerprint = own or next(filter(None, data), None)
+    if fingerprint is None:
+        return "not recorded"
+    return ", ".join(f"{name} {fingerprint[name]}" for name in TargetFingerprint.model_fields if name in fingerprint)
 
 
 def _named(*rows: tuple[str, str]) -> list[str]:

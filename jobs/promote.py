@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import attachments, preflight
-from jobs.attachments import Verdict
+from jobs.attachments import Judged
 from jobs.model_card import lift_of
 from jobs.registry import FAILED, PASSED, PENDING, AliasMoved, Registry, data_tags
 from jobs.session import job_main
@@ -46,11 +46,11 @@ def run(
     about other drafters than this challenger and what fleets serve or are about to.
     """
     verify(decision.folder, decision.manifest)
-    verdict = Verdict(decision, _report_on(config, decision, challenger))
+    judged = Judged(decision, _report_on(config, decision, challenger))
     registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
     data = attachments.data_behind(config.root, challenger.manifest.parents)
     version = registry.register(model, challenger, tags=data_tags(data))
-    _keep(config, registry, version, challenger, verdict)
+    _keep(config, registry, version, challenger, judged)
     registry.set_alias(model, "challenger", version, reason="measured", decision=decision.id)
     if decision.manifest.decision != PROMOTE:
         _withdraw(registry, model, version, FAILED, reason=f"decision {decision.id} is {decision.manifest.decision}")
@@ -59,7 +59,7 @@ def run(
             + "\n".join(f"  {r['message']}" for r in decision.manifest.reasons if r["passed"] is False)
             + f"\nSee {decision.folder / 'report.html'}"
         )
-    _approve(registry, model, version, verdict, instead_of=instead_of)
+    _approve(registry, model, version, judged, instead_of=instead_of)
     return version
 
 
@@ -67,22 +67,22 @@ def _report_on(
     config: Config, decision: Artifact[GateDecision], challenger: Artifact[DrafterCheckpoint]
 ) -> Artifact[AcceptanceReport]:
     report = open_artifact(config.root, AcceptanceReport, decision.manifest.parents["report"])
-    if (judged := report.manifest.parents.get("challenger")) != challenger.id:
+    if (about := report.manifest.parents.get("challenger")) != challenger.id:
         raise StageError(
-            f"decision {decision.id} is about challenger {judged}, not {challenger.id}; "
+            f"decision {decision.id} is about challenger {about}, not {challenger.id}; "
             "run evaluate and the gate on this challenger first"
         )
     return report
 
 
 def _keep(
-    config: Config, registry: Registry, version: str, challenger: Artifact[DrafterCheckpoint], verdict: Verdict
+    config: Config, registry: Registry, version: str, challenger: Artifact[DrafterCheckpoint], judged: Judged
 ) -> None:
     """Store the attachments and the figures, and check all that the registry holds. Raises when any of it differs."""
-    model, decision = config.model_name, verdict.decision
-    files = attachments.gather(config, version, challenger, verdict)
+    model, decision = config.model_name, judged.decision
+    files = attachments.gather(config, version, challenger, judged)
     registry.attach(model, version, files, folder=f"attached/{decision.id}")
-    registry.log_figures(model, version, attachments.figures(verdict))
+    registry.log_figures(model, version, attachments.figures(judged))
     registry.tag(model, version, "slipstream.decision", f"{decision.manifest.decision} {decision.id}")
     registry.tag(model, version, LIFT, lift_of(decision.manifest))
     try:
@@ -98,7 +98,7 @@ def _withdraw(registry: Registry, model: str, version: str, state: str, *, reaso
         registry.set_state(model, version, state, reason=reason)
 
 
-def _approve(registry: Registry, model: str, version: str, verdict: Verdict, *, instead_of: str | None) -> None:
+def _approve(registry: Registry, model: str, version: str, judged: Judged, *, instead_of: str | None) -> None:
     """Move `approved` to a version, if its verdict still says something about what fleets serve.
 
     The rule: the champion is the one that it was measured against, and no other version is approved and waits to be
@@ -108,14 +108,14 @@ def _approve(registry: Registry, model: str, version: str, verdict: Verdict, *, 
 
     Raises: AliasMoved with what was measured of both, for the promoter that has to measure again.
     """
-    champion = _measured_champion(registry, model, version, verdict)
+    champion = _measured_champion(registry, model, version, judged)
     if champion == version:
         return
-    decision, approved = verdict.decision.id, registry.alias(model, "approved")
+    decision, approved = judged.decision.id, registry.alias(model, "approved")
     if approved != version:
         _require_unused(registry, model, decision)
         if approved != instead_of and _waits(registry, model, approved):
-            raise AliasMoved(_measure_again(registry, model, version, verdict))
+            raise AliasMoved(_measure_again(registry, model, version, judged))
     reason = f"instead of version {instead_of}" if instead_of and approved == instead_of else "gate passed"
     registry.set_state(model, version, PASSED, reason=f"decision {decision} is {PROMOTE}")
     conditions = {"expected": approved, "given": {"champion": champion}}
@@ -123,7 +123,8 @@ def _approve(registry: Registry, model: str, version: str, verdict: Verdict, *, 
         registry.set_alias(model, "approved", version, **conditions, reason=reason, decision=decision)
     except AliasMoved as moved:
         _withdraw(registry, model, version, PENDING, reason=f"decision {decision} came too late")
-        raise AliasMoved(f"{_measure_again(registry, model, version, verdict)} ({moved})")
+        _measured_champion(registry, model, version, judged)  # says so where it was the champion that moved
+        raise AliasMoved(_measure_again(registry, model, version, judged)) from moved
 
 
 def _require_unused(registry: Registry, model: str, decision: str) -> None:
@@ -135,7 +136,7 @@ def _require_unused(registry: Registry, model: str, decision: str) -> None:
             )
 
 
-def _measured_champion(registry: Registry, model: str, version: str, verdict: Verdict) -> str:
+def _measured_champion(registry: Registry, model: str, version: str, judged: Judged) -> str:
     """The champion's version, which the verdict is about. Once deployed, the challenger is the champion."""
     champion = registry.alias(model, "champion")
     if champion is None:
@@ -143,10 +144,10 @@ def _measured_champion(registry: Registry, model: str, version: str, verdict: Ve
             f"{model}: no champion in MLflow, so there is nothing that version {version} was better than; "
             "register what the fleet serves with `slipstream adopt FOLDER`, then promote again"
         )
-    present, measured = registry.derivation(model, champion), verdict.report.manifest.parents.get("champion")
+    present, measured = registry.derivation(model, champion), judged.report.manifest.parents.get("champion")
     if champion != version and present != measured:
         raise AliasMoved(
-            f"{model}: the gate compared with champion {measured} ({lift_of(verdict.decision.manifest)}), but version "
+            f"{model}: the gate compared with champion {measured} ({lift_of(judged.decision.manifest)}), but version "
             f"{champion} ({present}) is champion now; measure version {version} against it (`slipstream evaluate`), "
             "then promote again"
         )
@@ -161,16 +162,13 @@ def _waits(registry: Registry, model: str, approved: str | None) -> bool:
     return approved is not None
 
 
-def _measure_again(registry: Registry, model: str, version: str, verdict: Verdict) -> str:
-    approvals = registry.history(model, "approved")
-    if not approvals or approvals[-1].version == version:
-        return f"{model}: version {version} is not approved, the champion moved; measure it again"
-    last = approvals[-1]
+def _measure_again(registry: Registry, model: str, version: str, judged: Judged) -> str:
+    last = registry.history(model, "approved")[-1]
     theirs = registry.tags(model, last.version).get(LIFT, "lift unknown")
     return (
         f"{model}: version {last.version} was approved by {last.actor} at {last.at} and waits to be deployed: "
-        f"{theirs}, version {version}: {lift_of(verdict.decision.manifest)}, both over champion "
-        f"{verdict.report.manifest.parents.get('champion')}, so neither is known to be better than the other. "
+        f"{theirs}, version {version}: {lift_of(judged.decision.manifest)}, both over champion "
+        f"{judged.report.manifest.parents.get('champion')}, so neither is known to be better than the other. "
         f"Deploy version {last.version} and measure version {version} again, against it (`slipstream evaluate`); or "
         f"give it up with `slipstream promote --instead-of {last.version}`"
     )

@@ -1,5 +1,6 @@
 """Drafter folders as the artifacts that stages leave behind."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.artifacts import DrafterCheckpoint, commit, describe_file
@@ -9,7 +10,12 @@ FILES = ("config.json", "model.safetensors")
 
 
 def as_checkpoint(
-    root: Path, source: Path, *, name: str | None = None, role: str = "challenger"
+    root: Path,
+    source: Path,
+    *,
+    name: str | None = None,
+    role: str = "challenger",
+    parents: Mapping[str, str] | None = None,
 ) -> Artifact[DrafterCheckpoint]:
     """A copy of a drafter folder under a run root, with its manifest; ``name`` is its derivation id."""
     folder = root / "drafters" / (name or source.name)
@@ -18,7 +24,7 @@ def as_checkpoint(
         (folder / file).write_bytes((source / file).read_bytes())
     manifest = DrafterCheckpoint(
         derivation_id=folder.name,
-        parents={},
+        parents=dict(parents or {}),
         shards=tuple(describe_file(folder / file) for file in FILES),
         role=role,
         block_size=4,

@@ -1,17 +1,16 @@
 """From a verdict to an alias, on a real MLflow."""
 
-import json
-
 import pytest
 
 from jobs import adopt, promote
 from jobs.adopt import first_champion
-from jobs.registry import Registry
-from pipeline.artifacts import AcceptanceReport, GateDecision, commit, describe_file
+from jobs.registry import FAILED, PASSED, Registry
+from pipeline.artifacts import commit, describe_file
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.stages import Artifact
 from tests.jobs.checkpoints import as_checkpoint
+from tests.jobs.verdicts import SECRET, make_data, make_decision
 from tests.tiny import tiny_drafter, tiny_target
 
 
@@ -25,31 +24,6 @@ def challenger(config, tiny):
     return as_checkpoint(config.root, tiny[1][1], name="d1")
 
 
-def make_decision(root, verdict, *, champion="c0", challenger="d1"):
-    report = AcceptanceReport(derivation_id="r1", parents={"champion": champion, "challenger": challenger})
-    commit(root / "reports" / "r1", report)
-    folder = root / "decisions" / f"g-{verdict}"
-    folder.mkdir(parents=True)
-    (folder / "decision.json").write_text(json.dumps({"decision": verdict}))
-    (folder / "report.html").write_text("<html></html>")
-    reasons = [
-        {"message": "2 conversations, 30 are needed", "passed": False},
-        {"message": "speed is fine", "passed": True},
-    ]
-    manifest = GateDecision(
-        derivation_id=folder.name,
-        parents={"report": "r1"},
-        shards=tuple(describe_file(folder / name) for name in ("decision.json", "report.html")),
-        decision=verdict,
-        reasons=reasons,
-        lift=1.2,
-        ci_low=1.1,
-        ci_high=1.3,
-    )
-    commit(folder, manifest)
-    return Artifact(folder, manifest)
-
-
 @pytest.fixture
 def crowned(config, tiny):
     """Version 1, champion: what the verdicts compare with."""
@@ -57,8 +31,6 @@ def crowned(config, tiny):
 
 
 def test_a_pass_approves_the_version_with_its_verdict_beside_it(config, crowned, challenger):
-    from mlflow import MlflowClient
-
     decision = make_decision(config.root, "promote")
     assert promote.run(config, decision, challenger) == "2"
     assert promote.run(config, decision, challenger) == "2"
@@ -66,10 +38,43 @@ def test_a_pass_approves_the_version_with_its_verdict_beside_it(config, crowned,
     aliases = {name: registry.alias(config.model_name, name) for name in ("champion", "challenger", "approved")}
     assert aliases == {"champion": "1", "challenger": "2", "approved": "2"}
     assert len(registry.history(config.model_name, "approved")) == 1
-    client = MlflowClient(tracking_uri=registry.uri, registry_uri=registry.uri)
-    run_id = client.get_model_version(config.model_name, "2").run_id
-    attached = {entry.path for entry in client.list_artifacts(run_id, "gate/g-promote")}
-    assert attached == {"gate/g-promote/decision.json", "gate/g-promote/report.html"}
+    assert registry.state(config.model_name, "2") == PASSED
+    attached = registry.attached(config.model_name, "2")
+    assert set(attached) >= {"README.md", "decision.json", "policy.toml", "report.html", "fingerprints.json"}
+    assert "manifests/decisions-g-d1-c0-promote.json" in attached and "manifests/reports-r-d1-c0.json" in attached
+    move = registry.history(config.model_name, "approved")[0]
+    assert (move.decision, move.reason, move.previous) == (decision.id, "gate passed", None)
+
+
+def test_the_figures_in_mlflow_are_those_of_the_json(config, crowned, challenger):
+    promote.run(config, make_decision(config.root, "promote", lift=1.25), challenger)
+    client = Registry(None, config.root).mlflow.client
+    metrics = client.get_run(client.get_model_version(config.model_name, "2").run_id).data.metrics
+    assert (metrics["gate/lift"], metrics["gate/ci_low"], metrics["gate/ci_high"]) == (1.25, 1.15, 1.35)
+    assert metrics["gate/comparisons/challenger_champion/ratio"] == 1.25
+    assert (metrics["champion/tokens_per_s"], metrics["challenger/emitted_tokens_per_step"]) == (50.0, 2.5)
+
+
+def test_the_card_tells_what_where_from_and_how_much_and_no_text(config, crowned, tiny):
+    data = make_data(config.root, "mails", {"a": "train", "b": "train", "c": "gate", "d": "train"})
+    parents = {"states": data["states"], "start": "c0"}
+    learned = as_checkpoint(config.root, tiny[1][1], name="d1", parents=parents)
+    promote.run(config, make_decision(config.root, "promote"), learned)
+    attached = Registry(None, config.root).attached(config.model_name, "2")
+    card = attached["README.md"].decode()
+    for told in (
+        "mails-states` | rows 3, states 7, rejected as norm 1",
+        "mails-prompts` | rows 4",
+        "Trained from drafter `c0`",
+        "block size | 4 (3 drafted tokens a step)",
+        "| champion | 2.000 | 2.100 | 50.000 |",
+        "lift 1.200 (interval 1.100 to 1.300)",
+        "slipstream rollback",
+        "slipstream deploy 2",
+    ):
+        assert told in card, card
+    assert not any(SECRET.encode() in body for body in attached.values())
+    assert {f"manifests/{kind}-mails-{kind}.json" for kind in data} <= set(attached)
 
 
 @pytest.mark.parametrize("verdict", ["reject", "hold", "cannot_say"])
@@ -81,6 +86,7 @@ def test_any_other_verdict_keeps_the_version_and_approves_nothing(config, crowne
     assert registry.alias(config.model_name, "challenger") == "2"
     assert registry.alias(config.model_name, "approved") is None
     assert registry.tags(config.model_name, "2")["slipstream.decision"].startswith(verdict)
+    assert registry.state(config.model_name, "2") == FAILED
 
 
 def test_a_verdict_about_another_challenger_approves_nothing(config, crowned, challenger):
@@ -107,7 +113,7 @@ def test_a_verdict_whose_page_was_changed_approves_nothing(config, crowned, chal
     assert Registry(None, config.root).alias(config.model_name, "approved") is None
 
 
-def test_a_version_whose_weights_were_lost_in_the_store_is_not_approved(config, crowned, challenger):
+def test_case_34_a_version_whose_weights_were_lost_in_the_store_is_not_approved(config, crowned, challenger):
     with pytest.raises(StageError):
         promote.run(config, make_decision(config.root, "hold"), challenger)
     weights = (challenger.folder / "model.safetensors").read_bytes()
@@ -155,5 +161,5 @@ def test_a_checkpoint_that_no_engine_could_serve_is_kept_and_not_approved(config
     with pytest.raises(ConfigError, match=r"norm\.weight"):
         promote.run(config, make_decision(config.root, "promote"), Artifact(broken.folder, manifest))
     registry = Registry(None, config.root)
-    assert registry.alias(config.model_name, "challenger") == "2"
-    assert registry.alias(config.model_name, "approved") is None
+    assert [registry.alias(config.model_name, alias) for alias in ("challenger", "approved")] == [None, None]
+    assert registry.state(config.model_name, "2") == FAILED
