@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serving.engine.cpu_sampling import repair_cpu_sampling
 from serving.engine.live_weights import live_fingerprint, mismatches, rope_problem
 from serving.engine.versions import require_supported_vllm
 from serving.errors import PreflightError, ServingError
@@ -28,6 +29,8 @@ VERSION_ENV = "SLIPSTREAM_DRAFTER_VERSION"
 UNVERSIONED = "unversioned"
 _STATE = "_slipstream_serving"
 _one_at_a_time = threading.Lock()
+
+repair_cpu_sampling()  # vLLM imports this module in the worker, before it samples
 
 
 class DrafterSwap:
