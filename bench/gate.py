@@ -40,6 +40,8 @@ class Setting:
     path: Path
     workers: int
     workdir: Path
+    target: Path | None = None  # None: a toy
+    drafter: Path | None = None
 
     @property
     def gates(self) -> int:
@@ -57,6 +59,22 @@ class Setting:
     def note(self) -> dict[str, object]:
         """Where a figure comes from."""
         return {"on": self.records.name, "n": self.gates}
+
+    def pair(self, favourite: int) -> tuple[Path, Path, str]:
+        """Target, drafter and what they are: those that were given, else toys whose drafts are often accepted."""
+        if self.target and self.drafter:
+            return self.target, self.drafter, self.target.name
+        from tiny import tiny_drafter, tiny_target
+
+        toys = self.folder("toys")
+        if not (toys / "target").exists():
+            tiny_drafter(toys / "drafter", tiny_target(toys / "target", favourite=favourite), proposes=favourite)
+        return toys / "target", toys / "drafter", "toy"
+
+    def folder(self, name: str) -> Path:
+        """A folder of a figure's own."""
+        (folder := self.workdir / name).mkdir(exist_ok=True)
+        return folder
 
 
 def false_promotions(setting: Setting) -> dict[str, Figure]:
@@ -148,9 +166,9 @@ def sabotages(setting: Setting) -> dict[str, Figure]:
 
     from bench.oracles.sabotages import ALL, NAMES, Scene, control
 
-    target = tiny_target(setting.workdir / "target")
-    drafter = tiny_drafter(setting.workdir / "drafter", target)
-    scene = Scene(setting.records, target, drafter, setting.workdir)
+    work = setting.folder("sabotages")
+    target = tiny_target(work / "target")
+    scene = Scene(setting.records, target, tiny_drafter(work / "drafter", target), work)
     if (reason := control(scene)) is not None:
         return {"sabotages": unknown(f"the drafter with nothing done to it is stopped too: {reason}")}
     stopped = {}
@@ -161,8 +179,68 @@ def sabotages(setting: Setting) -> dict[str, Figure]:
     return {"sabotages": at_least(sum(stopped.values()), len(ALL), on=setting.records.name, n=len(ALL))}
 
 
+def counts(setting: Setting) -> dict[str, Figure]:
+    """Requests of a real engine whose counts are those of a hand count of every step."""
+    from bench.oracles.bench_serve import counts_by_hand
+
+    found = counts_by_hand(setting.folder("counts"), num_requests=12 if setting.small else 50)
+    ended_inside = {"ended_inside": found["num_ended_inside"], "steps": found["num_steps"]}
+    return {"counts": at_least(found["num_equal"], found["num_requests"], on="toy", **ended_inside)}
+
+
+def acceptance_length(setting: Setting) -> dict[str, Figure]:
+    """Relative difference of our acceptance length and ``vllm bench serve``'s, of the same prompts on one server."""
+    from bench.oracles.bench_serve import FAVOURITE, acceptance_length_against_bench_serve
+
+    target, drafter, on = setting.pair(FAVOURITE)
+    prompts = [[0, 5, 20 + i, 120 + 3 * i, 40 + 2 * i] for i in range(12 if setting.small else 50)]
+    found = acceptance_length_against_bench_serve(
+        setting.folder("bench_serve"), target=target, drafter=drafter, prompts=prompts
+    )
+    note = {"ours": found["ours"], "theirs": found["theirs"], "n": found["num_requests"]}
+    return {"acceptance_length.difference": at_most(abs(found["ratio"] - 1), 0.01, on=on, **note)}
+
+
+def real_gates(setting: Setting) -> dict[str, Figure]:
+    """Real gates of a drafter against its twin that promoted: each is wrong."""
+    from bench.oracles.bench_serve import FAVOURITE
+    from bench.oracles.real_gates import aa_gates
+
+    target, drafter, on = setting.pair(FAVOURITE)
+    gates, prompts = (1, 32) if setting.small else (3, 60)
+    settings = ("evaluate.general_prompts=0", "evaluate.max_tokens=32", "target.max_model_len=1024")
+    work = setting.folder("real_gates")
+    verdicts = list(aa_gates(target, drafter, work, gates=gates, prompts=prompts, settings=settings))
+    promoted = sum(one["decision"] == "promote" for one in verdicts)
+    return {"real_gates.promoted": shown(promoted, on=on, n=gates, verdicts=verdicts)}
+
+
+def promoters(setting: Setting) -> dict[str, Figure]:
+    """Promoters at once on one registry, some killed: winners a round, versions lost, and moves without a record."""
+    from bench.oracles.promoters import concurrent_promoters
+
+    found = concurrent_promoters(rounds=1 if setting.small else 3)
+    note = {"on": "SQLite", "n": found["promoters"], "rounds": found["rounds"], "killed": found["killed"]}
+    incomplete = 0 if found["history_complete"] else 1
+    return {
+        "promoters.champions": at_most(found["champions"], 1, **note),
+        "promoters.lost_versions": at_most(found["lost"], 0, **note),
+        "promoters.history_incomplete": at_most(incomplete, 0, **note, faults=found["faults"]),
+    }
+
+
 MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
-    f.__name__: f for f in (false_promotions, power, early_stopping, sabotages)
+    f.__name__: f
+    for f in (
+        false_promotions,
+        power,
+        early_stopping,
+        sabotages,
+        counts,
+        acceptance_length,
+        real_gates,
+        promoters,
+    )
 }
 
 
@@ -172,12 +250,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=list(MEASURES), help="one figure")
     parser.add_argument("--small", action="store_true", help="a quick form")
     parser.add_argument("--records", type=Path, default=RECORDS, help="acceptance.parquet of a real comparison")
+    parser.add_argument("--target", type=Path, help="target folder of the figures on a real engine; a toy without it")
+    parser.add_argument("--drafter", type=Path, help="its drafter, in the z-lab layout")
     arguments = parser.parse_args(argv)
-    # Every simulated gate is a process of its own; more threads in each would only get in the way.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from jobs.target_engine import set_engine_environment
+
+    # Toys gain nothing from more, and every simulated gate is a process of its own.
+    set_engine_environment(num_threads=1)
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory() as workdir:
-        setting = Setting(arguments.small, arguments.records, len(os.sched_getaffinity(0)), Path(workdir))
+        setting = Setting(
+            arguments.small,
+            arguments.records,
+            len(os.sched_getaffinity(0)),
+            Path(workdir),
+            arguments.target,
+            arguments.drafter,
+        )
         for name in [arguments.only] if arguments.only else MEASURES:
             figures |= MEASURES[name](setting)
     finish("gate", figures)
