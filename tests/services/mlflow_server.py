@@ -55,5 +55,5 @@ def mlflow_server(
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes fewer
     }
-    with running(command, server.ready, log=folder / "log", env=env, timeout_s=300):
+    with running(command, server.ready, log=folder / "log", env=env):
         yield server

@@ -21,7 +21,7 @@ def running(
     *,
     log: Path,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 90.0,
+    timeout_s: float = 300.0,
     kill: bool = False,
 ) -> Iterator[None]:
     """The command, from the moment it is ready; afterwards it and all that it started are ended.
@@ -45,7 +45,7 @@ def running(
     except RuntimeError as error:
         raise RuntimeError(f"{error}; the end of its log:\n{_tail(log)}") from None
     finally:
-        if kill:
+        if kill and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.stdin.close()
         process.wait(END_S)
