@@ -114,7 +114,7 @@ def _visit_all(plan: Plan, folder: Path, servers: Servers) -> list[dict[str, Any
     before = sum(writer.is_done(index) for index in range(len(plan.visits)))
     if before:
         logger.info("speed: %d of %d visits were there already", before, len(plan.visits))
-    progress = _Progress(plan.requests_per_visit * (len(plan.visits) - before))
+    progress = _Progress(len(plan.concurrencies) * (len(plan.visits) - before))
     for index, number in enumerate(plan.visits):
         if writer.is_done(index):
             continue
@@ -198,13 +198,16 @@ def _report(
 
 
 class _Progress:
-    """A line a point, with an estimate of the time left from this run alone."""
+    """A line a point, with an estimate of the time left from this run alone.
+
+    By points, not requests: more requests at a time are served in hardly more time, up to the machine's limit.
+    """
 
     def __init__(self, total: int):
         self._total, self._done, self._started = total, 0, time.monotonic()
 
     def add(self, load: Load, number: int, concurrency: int) -> None:
-        self._done += load.num_requests
+        self._done += 1
         elapsed = time.monotonic() - self._started
         left = elapsed / self._done * (self._total - self._done)
         speed, what = load.num_tokens / load.wall_s, _name(number)

@@ -163,11 +163,12 @@ def _check_block(config: Mapping[str, Any], num_speculative_tokens: int | None) 
     block_size = config.get("block_size")
     if not _is_count(block_size) or block_size < 2:
         raise PreflightError("block_size", f"block_size is {block_size!r}; expected 2 or more, the anchor counted")
-    if num_speculative_tokens is not None and num_speculative_tokens != block_size - 1:
+    # Fewer than a block is a choice that can be faster; more are slots that were never trained.
+    if num_speculative_tokens is not None and not 1 <= num_speculative_tokens <= block_size - 1:
         raise PreflightError(
             "num_speculative_tokens",
-            f"the engine drafts {num_speculative_tokens} tokens, a block of {block_size} needs {block_size - 1}; "
-            "restart it with that number, or train for its block",
+            f"the engine drafts {num_speculative_tokens} tokens, a block of {block_size} holds {block_size - 1}; "
+            "restart it with that number or fewer, or train for its block",
         )
 
 

@@ -124,9 +124,14 @@ def test_a_dflash_config_that_cannot_serve_is_refused(drafter, code, changes):
     assert refused(drafter) == code
 
 
-@pytest.mark.parametrize("other", [1, 4, 15])
-def test_the_engine_must_draft_one_token_less_than_the_block(drafter, other):
+@pytest.mark.parametrize("other", [0, 4, 15])
+def test_the_engine_may_not_draft_more_tokens_than_the_block_holds_beside_its_anchor(drafter, other):
     assert refused(drafter, num_speculative_tokens=other) == "num_speculative_tokens"
+
+
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_the_engine_may_draft_fewer_tokens_than_the_block_holds(drafter, fewer):
+    assert check_drafter(drafter, target_config=TARGET, num_speculative_tokens=fewer).block_size == 4
 
 
 def drop(name):
