@@ -9,17 +9,21 @@ from types import SimpleNamespace
 import pytest
 from tiny import tiny_drafter, tiny_target
 
+from jobs.served import ServedDrafters
+from pipeline.config import Config
+from pipeline.errors import StageError
 from serving.deploy import Replica, engine, roll_out, run_probe, status, swap_replica
 from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError
 from serving.launch import VllmServer
-from serving.load import drive_sync
+from serving.load import Driver, drive_sync
 from serving.preflight import sha256_file
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from bench.oracles.swap_under_load import Version, measure_swaps, prompts
 
 TOKEN = "test token"
+RETURN_IDS = {"return_token_ids": True}
 
 
 def free_port():
@@ -158,6 +162,20 @@ def test_a_streams_tokens_have_times(fleet):
     assert 0 < reply.ttft_s <= reply.latency_s
     assert reply.ttft_s + sum(reply.itl_s) <= reply.latency_s
     assert 0 < len(reply.itl_s) < 12
+
+
+def test_an_evaluation_refuses_a_replica_that_others_use(fleet, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CONTROL_TOKEN", TOKEN)
+    config = Config(root=fleet.root, target={"model": fleet.target}, evaluate={"server_url": fleet.url})
+    request = {"prompt": [0, 9, 10, 11], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with ServedDrafters(config, folders=[]) as served:
+        assert [len(reply.token_ids) for reply in served.answer([request | RETURN_IDS] * 2, concurrency=2)] == [8, 8]
+        assert served.settings()["max_model_len"] == 512
+        with Driver(fleet.url, [request | {"max_tokens": 64}], concurrency=4) as driver:
+            driver.wait_for(1)
+            with pytest.raises(StageError, match="requests of others"):
+                for _ in range(20):
+                    served.answer([request], concurrency=1)
 
 
 def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
