@@ -75,7 +75,7 @@ def _deploy(config: Config, registry: Registry, version: str, *, reason: str) ->
         _require_passed(registry, model, version)
         folder = registry.download(model, version)
         sha256 = preflight.check(config, folder).sha256
-        previous = registry.alias(model, "champion")
+        previous = registry.settled(model, "champion")
         before = {url: _status(config, url, token) for url in config.serving.replicas}
         swaps: list[SwapOutcome] = []
         try:

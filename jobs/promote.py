@@ -111,7 +111,7 @@ def _approve(registry: Registry, model: str, version: str, judged: Judged, *, in
     champion = _measured_champion(registry, model, version, judged)
     if champion == version:
         return
-    decision, approved = judged.decision.id, registry.alias(model, "approved")
+    decision, approved = judged.decision.id, registry.settled(model, "approved")
     if approved != version:
         _require_unused(registry, model, decision)
         if approved != instead_of and _waits(registry, model, approved):
@@ -138,7 +138,7 @@ def _require_unused(registry: Registry, model: str, decision: str) -> None:
 
 def _measured_champion(registry: Registry, model: str, version: str, judged: Judged) -> str:
     """The champion's version, which the verdict is about. Once deployed, the challenger is the champion."""
-    champion = registry.alias(model, "champion")
+    champion = registry.settled(model, "champion")
     if champion is None:
         raise StageError(
             f"{model}: no champion in MLflow, so there is nothing that version {version} was better than; "

@@ -83,6 +83,13 @@ class Registry:
         """The version that an alias names, or None where MLflow says that there is no such alias or model."""
         return self.log.alias(model_name, alias)
 
+    def settled(self, model_name: str, alias: str) -> str | None:
+        """The version that an alias names, once a move that a killed process left half done is finished.
+
+        Raises: StageError for an alias that was moved by hand.
+        """
+        return self.log.settle(model_name, {alias}).get(alias)
+
     def set_alias(
         self,
         model_name: str,
@@ -105,16 +112,8 @@ class Registry:
                 f"{model_name} version {version} is {state or 'not ours'}, so {alias} cannot name it; only a version "
                 "that `slipstream promote` or `adopt` let through serves"
             )
-        return self.log.move(
-            model_name,
-            alias,
-            version,
-            expected=expected,
-            given=given or {},
-            reason=reason,
-            decision=decision,
-            source=made,
-        )
+        asked = {"expected": expected, "given": given or {}, "reason": reason, "decision": decision}
+        return self.log.move(model_name, alias, version, **asked, source=made)
 
     def history(self, model_name: str, alias: str | None = None, *, refused: bool = False) -> list[Move]:
         """The moves of the aliases that happened, oldest first; with ``refused``, also those that came too late."""

@@ -255,3 +255,21 @@ def test_two_deploys_at_once_are_one_deploy_and_one_refusal(fleet):
     config, _, _ = fleet
     with exclusive(config.root / "releases", "deploy"), pytest.raises(StageError, match="another process"):
         deploy.run(config)
+
+
+def test_a_champion_that_was_moved_by_hand_stops_a_deploy_before_any_replica_swaps(fleet):
+    config, registry, replicas = fleet
+    registry.mlflow.client.set_registered_model_alias(config.model_name, "champion", "3")
+    with pytest.raises(StageError, match=r"moved by hand.*set it back to version 1"):
+        deploy.run(config)
+    assert [replica.swaps for replica in replicas] == [[], []]
+    assert champion(config, registry) == "3"
+
+
+@pytest.mark.parametrize("state", ["pending", "failed"])
+def test_a_version_whose_last_verdict_withdrew_it_is_not_deployed(fleet, state):
+    config, registry, replicas = fleet
+    registry.set_state(config.model_name, "2", state, reason="decision g9 is hold")
+    with pytest.raises(StageError, match=rf"version 2 is {state} now \(decision g9 is hold\)"):
+        deploy.run(config)
+    assert [replica.swaps for replica in replicas] == [[], []]
