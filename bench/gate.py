@@ -268,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.drafter,
         )
         for name in [arguments.only] if arguments.only else MEASURES:
-            figures |= MEASURES[name](setting)
+            figures |= (found := MEASURES[name](setting))
+            print("\n".join(f"{key}: {one['value']}" for key, one in found.items()), file=sys.stderr, flush=True)
     finish("gate", figures)
 
 
