@@ -34,7 +34,10 @@ def run(config: Config) -> list[str]:
     registry = Registry(config.promote.tracking_uri, config.root)
     versions = {alias: registry.alias(config.model_name, alias) for alias in ALIASES}
     lines.append(f"model {config.model_name}")
-    return lines + [f"  {alias:<11}{f'version {version}' if version else '-'}" for alias, version in versions.items()]
+    for alias, version in versions.items():
+        state = f"version {version}, {registry.state(config.model_name, version)}" if version else "-"
+        lines.append(f"  {alias:<11}{state}")
+    return lines + [f"! {line}" for line in registry.log.disagreements(config.model_name)]
 
 
 def _artifact_lines(config: Config) -> list[str]:

@@ -1,0 +1,19 @@
+import pytest
+
+from jobs import status
+from pipeline.config import Config
+from tests.jobs.test_alias_log import registry, three_versions  # noqa: F401
+from tests.jobs.test_registry import MODEL
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config.model_validate({"workload": "mails", "root": tmp_path, "target": {"model": "/models/toy"}})
+
+
+def test_every_alias_has_its_version_and_state_and_one_moved_by_hand_is_named(config, registry):  # noqa: F811
+    lines = status.run(config)
+    assert any(line.split() == ["champion", "version", "1,", registry.state(MODEL, "1")] for line in lines)
+    assert any(line.split() == ["approved", "-"] for line in lines)
+    registry.mlflow.client.set_registered_model_alias(MODEL, "champion", "3")
+    assert "moved by hand" in status.run(config)[-1]
