@@ -7,7 +7,6 @@ ray job submit --working-dir . -- python jobs/evaluate.py --config slipstream.to
 import argparse
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import ray
-
-from jobs.session import job_main, start_logging
+from jobs.alone import run_alone
+from jobs.session import job_main
 from pipeline import evaluate, gate, stages
 from pipeline.artifacts import (
     AcceptanceReport,
@@ -28,7 +26,7 @@ from pipeline.artifacts import (
     SpeedReport,
 )
 from pipeline.config import Config
-from pipeline.errors import SlipstreamError, StageError
+from pipeline.errors import StageError
 from pipeline.gate_prompts import GatePrompts, from_responses
 from pipeline.measured import Walks
 from pipeline.sittings import ROLES, Candidates
@@ -57,7 +55,7 @@ def run(
     states = states or stages.current(config.root, "states", HiddenStateCache)
     if recorded is None:
         recorded = _recorded(config, candidates["champion"])
-    report = _remote(_serve, config, dict(candidates), responses, states, recorded)
+    report = run_alone("evaluate", _serve, config, dict(candidates), responses, states, recorded)
     return report, gate.run(config, report, speed=_speed(config, candidates["challenger"]))
 
 
@@ -110,32 +108,6 @@ def _serve(
 
     with ServedDrafters(config, folders=[candidate.folder for candidate in candidates.values()]) as server:
         return evaluate.run(config, candidates, prompts, server=server, walk=walk, states=states, recorded=recorded)
-
-
-def _remote(work: Any, *arguments: Any) -> Any:
-    """The result of ``work(*arguments)`` in a Ray task, where its engine and its tensors live and die.
-
-    Raises: the work's own SlipstreamError.
-    """
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
-    try:
-        return ray.get(_alone.options(num_gpus=gpus).remote(work, arguments, os.environ.get("OMP_NUM_THREADS")))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, SlipstreamError):
-            raise error.cause
-        raise StageError(f"evaluate: {type(error.cause).__name__}: {error.cause}")
-
-
-@ray.remote(num_cpus=1, max_retries=0)
-def _alone(work: Any, arguments: tuple[Any, ...], num_threads: str | None) -> Any:
-    """Run with the threads that were asked for, or all: Ray gives a worker one for each CPU it reserved."""
-    import torch
-
-    num_threads = num_threads or str(len(os.sched_getaffinity(0)))
-    os.environ["OMP_NUM_THREADS"] = num_threads
-    torch.set_num_threads(int(num_threads))
-    start_logging()
-    return work(*arguments)
 
 
 def _current_candidates(config: Config) -> dict[str, Artifact[DrafterCheckpoint]]:

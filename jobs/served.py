@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,7 +168,6 @@ class ServedDrafters:
             model=target.model,
             drafter=drafter.folder.resolve() if drafter else None,
             version=drafter.manifest.derivation_id if drafter else "none",
-            port=_free_port(),
             log=self._config.root / "logs" / "evaluate.log",
             dtype=like.get("dtype", target.dtype),
             max_model_len=like.get("max_model_len", target.max_model_len),
@@ -208,9 +206,3 @@ class ServedDrafters:
                 return answer.read()
         except OSError as error:
             raise ConfigError(f"{self._url}{path}: {error}; evaluate.server_url must be a vLLM server of ours")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

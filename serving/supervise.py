@@ -5,6 +5,7 @@ ended, however it ended), on SIGTERM, or when the command itself ends, the whole
 A vLLM server whose front end is killed would otherwise leave its engine behind.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 
 GRACE_S = 15.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(command: list[str]) -> int:
@@ -20,7 +22,7 @@ def main(command: list[str]) -> int:
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
     signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_the_supervisor)
     while child.poll() is None and not asked_to_end:
         readable, _, _ = select.select([sys.stdin.buffer.raw], [], [], 0.2)
         if readable and not os.read(sys.stdin.fileno(), 1024):
@@ -39,6 +41,11 @@ def main(command: list[str]) -> int:
         time.sleep(0.2)
         _kill_others()
     return status if status is not None and status >= 0 else 1
+
+
+def _end_with_the_supervisor() -> None:
+    """Have the kernel end the command where this process is killed outright, and so cannot do it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _kill_others() -> None:

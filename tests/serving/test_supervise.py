@@ -67,6 +67,15 @@ def test_the_group_ends_when_the_asking_process_is_killed():
     assert gone(pids)
 
 
+def test_the_command_ends_when_the_supervisor_itself_is_killed_outright():
+    process, (command, deaf) = start()
+    try:
+        process.kill()
+        assert gone([command])
+    finally:
+        os.kill(deaf, 9)  # what the command started is the command's to end
+
+
 ASKER = """
 import subprocess, sys, time
 process = subprocess.Popen([sys.executable, "-S", sys.argv[1], sys.executable, "-c", sys.argv[2], "600"],
