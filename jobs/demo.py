@@ -272,7 +272,7 @@ def table(summary: dict[str, Any]) -> str:
             )
     gate, swap = summary["gate"], summary["swap"]
     lines += [
-        f"gate: {gate['decision']}, lift {gate['lift']:.2f} (95%: {gate['ci_low']:.2f} to {gate['ci_high']:.2f})",
+        f"gate: {gate['decision']}, lift {gate['lift']:.2f} ({gate['ci_low']:.2f} to {gate['ci_high']:.2f})",
         f"swap: pause {swap['pause_s']:.2f} s, {swap['failed_requests']} failed requests, "
         f"{swap['changed_outputs']} changed outputs of {swap['num_requests']}",
         f"time: {summary['seconds']:.0f} s in all",
