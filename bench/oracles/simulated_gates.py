@@ -21,12 +21,14 @@ from pipeline import acceptance, sequential
 from pipeline.bootstrap import Interval, cluster_sums, resample
 from pipeline.config import EvaluateConfig, GateConfig
 from pipeline.decide import decide, settled
+from pipeline.power import evidence
 from pipeline.schemas import ACCEPTANCE
 
 ROLES = ("champion", "challenger")
 SETTINGS = {"dtype": "bfloat16", "concurrency": 8, "thinking": {"default": 1}}
 NUM_BLOCKS = EvaluateConfig().blocks
 _STEP_S = 0.01
+_CHUNK = 10  # gates that a process simulates at a time
 _SITTING_NOISE = 0.02  # standard deviation of the log of a sitting's time
 POLICY = GateConfig(resamples=1000)  # enough for a level of 5%; beyond, the tail is continued
 
@@ -149,9 +151,12 @@ def _spread(accepted: int, steps: int, width: int) -> list[int]:
 def passes(records: Records, *, num_prompts: int, lift: float, seed: int) -> tuple[bool, bool, int | None]:
     """(the lift was shown, the gate promoted, conversations that the power calculation asks for): one full sample."""
     one = gate(records, num_prompts=num_prompts, lift=lift, seed=seed)
-    verdict = decide(POLICY, one.rows, one.measured())
-    shown = verdict.lift.low > POLICY.min_lift
-    return shown, verdict.decision == "promote", verdict.evidence.needed_clusters
+    sums = cluster_sums(one.rows, "challenger", "champion")
+    needs = {"gain": POLICY.worthwhile_lift, "level": POLICY.error_rate, "power": POLICY.power}
+    needed = evidence(sums, num_prompts=num_prompts, **needs).needed_clusters
+    # Without a lift that is shown nothing is promoted, whatever else holds.
+    shown = _interval(one.rows, POLICY.error_rate).low > POLICY.min_lift
+    return shown, shown and decide(POLICY, one.rows, one.measured()).decision == "promote", needed
 
 
 def shows(records: Records, *, num_prompts: int, lift: float, seed: int) -> tuple[bool, int]:
@@ -161,19 +166,22 @@ def shows(records: Records, *, num_prompts: int, lift: float, seed: int) -> tupl
     return interval.low > POLICY.min_lift, interval.num_clusters
 
 
-def stops(records: Records, *, num_prompts: int, lift: float, seed: int) -> tuple[str, float, bool]:
-    """(how it ended, share of the prompts used, whether a look showed the lift): looks after every sitting."""
+def stops(records: Records, *, num_prompts: int, lift: float, seed: int) -> tuple[str | None, float, bool]:
+    """(what was settled, share of the prompts used, whether a look showed the lift): looks after every sitting."""
     one = gate(records, num_prompts=num_prompts, lift=lift, seed=seed)
     fractions: list[float] = []
     shown = False
     for block in range(NUM_BLOCKS):
         rows = [row for row in one.rows if row["block"] <= block]
         fractions.append(len(rows) / len(one.rows))
-        level = sequential.levels(POLICY.error_rate, tuple(fractions))[-1]
-        shown = shown or _interval(rows, level).low > POLICY.min_lift
+        found = _interval(rows, sequential.levels(POLICY.error_rate, tuple(fractions))[-1])
+        shown = shown or found.low > POLICY.min_lift
+        # Else nothing is settled: the product looks at this interval first as well.
+        if not (found.low > POLICY.min_lift or found.high < POLICY.min_lift):
+            continue
         if ended := settled(POLICY, rows, one.measured(rows), fractions=fractions):
             return ended, fractions[-1], shown
-    return decide(POLICY, one.rows, one.measured(), fractions=fractions).decision, 1.0, shown
+    return None, 1.0, shown
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], level: float) -> Interval:
@@ -203,10 +211,10 @@ def needed_by_simulation(
 
 
 def many(simulate: Callable[..., Any], records: Records, gates: int, workers: int, **settings: Any) -> list[Any]:
-    """The outcomes of so many gates, each with a seed of its own."""
+    """The outcomes of so many gates, each with a seed of its own, in the order of the seeds."""
     if workers == 1:
         return [simulate(records, seed=seed, **settings) for seed in range(gates)]
-    chunks = [range(start, gates, workers) for start in range(workers)]
+    chunks = [range(start, min(start + _CHUNK, gates)) for start in range(0, gates, _CHUNK)]
     with ProcessPoolExecutor(workers) as pool:
         futures = [pool.submit(_some, simulate, records, chunk, settings) for chunk in chunks]
         return [outcome for future in futures for outcome in future.result()]
