@@ -127,6 +127,8 @@ def _walk_sums(walks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     positions = zip(*(w["num_accepted_tokens_per_pos"] for w in walks), strict=True)
     sums["num_accepted_tokens_per_pos"] = [sum(counts) for counts in positions]
     sums["acceptance_length"] = acceptance.acceptance_length(sums["num_drafts"], sums["num_accepted_tokens"])
+    counts = (sums[name] for name in ("num_tokens", "num_drafts", "num_replies"))
+    sums["emitted_tokens_per_step"] = acceptance.emitted_tokens_per_step(*counts)
     return sums
 
 

@@ -216,6 +216,7 @@ def test_what_was_measured_is_the_count_of_what_was_answered(config, tmp_path):
     walk = report.measured["control"]["walk"]
     assert (walk["num_drafts"], walk["num_accepted_tokens"]) == (20, 15)
     assert walk["num_accepted_tokens_per_pos"] == [10, 4, 1]
+    assert (walk["acceptance_length"], walk["emitted_tokens_per_step"]) == (1.75, 48 / 20)
     assert walk["served"]["num_drafts"] == 2 * 8
     assert walk["slices"]["route=code"]["num_drafts"] == 20
     assert report.measured["champion"]["walk"] is None
