@@ -4,6 +4,7 @@ The model card, the decision with its page and its policy, and the manifests of 
 report, the states, the responses, the prompts, and the drafter that it was trained from.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -101,12 +102,19 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Finite numbers, under names that MLflow takes: the levels joined by a slash."""
     found: dict[str, float] = {}
     for key, value in values.items():
-        name = f"{prefix}{re.sub(r'[^A-Za-z0-9_ :-]', '_', str(key)) or '_'}"[:_MAX_NAME]
+        name = f"{prefix}{_metric_name(str(key))}"[:_MAX_NAME]
         if isinstance(value, Mapping):
             found |= _numbers(value, f"{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[name] = float(value)
     return found
+
+
+def _metric_name(key: str) -> str:
+    """The key in letters that MLflow takes; what had to be replaced is told apart by a hash."""
+    spelled = key.replace("≤", "le_").replace(">", "gt_").replace("=", ":")
+    plain = re.sub(r"[^A-Za-z0-9_ :-]", "_", spelled)
+    return plain if plain == spelled and plain else f"{plain}_{hashlib.sha256(key.encode()).hexdigest()[:6]}"
 
 
 def _json(value: Any) -> bytes:

@@ -49,8 +49,14 @@ def run(
     prompts = from_files(config, files, fingerprint=fingerprint, block_size=block_size)
     with ServedDrafters(config, folders=[one.folder for one in drafters]) as server:
         report = evaluate.run(config, candidates, prompts, server=server)
-    names = {"champion": Path(first).name, "challenger": Path(second).name}
+    names = dict(zip(("champion", "challenger"), display_names(first, second), strict=True))
     return report, gate.run(config, report, names=names)
+
+
+def display_names(first: str, second: str) -> tuple[str, str]:
+    """The folders' own names where they tell the two apart, else all that was given."""
+    names = Path(first).name, Path(second).name
+    return names if names[0] != names[1] else (first, second)
 
 
 def _drafter(config: Config, name: str) -> Artifact[DrafterCheckpoint] | None:
@@ -79,8 +85,11 @@ def config_of(arguments: argparse.Namespace) -> Config:
     if arguments.policy:
         try:
             policy = tomllib.loads(arguments.policy.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{arguments.policy}: not a readable policy ({error}); expected TOML with a [gate] table")
+    table = policy.get("gate", policy)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{arguments.policy}: gate is {table!r}; expected a [gate] table")
     dtype = str(shape.get("dtype") or shape.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     data = {
         "workload": "compare",
@@ -88,11 +97,11 @@ def config_of(arguments: argparse.Namespace) -> Config:
         "target": {
             "model": str(arguments.target.resolve()),
             "dtype": dtype if dtype in _DTYPES else "bfloat16",
-            "max_model_len": min(_MAX_MODEL_LEN, shape.get("max_position_embeddings", _MAX_MODEL_LEN)),
+            "max_model_len": min(_MAX_MODEL_LEN, shape.get("max_position_embeddings") or _MAX_MODEL_LEN),
         },
         "evaluate": {"server_url": arguments.server},
         # There are no cached states to walk.
-        "gate": {**policy.get("gate", policy), "require_walk": False},
+        "gate": {**table, "require_walk": False},
     }
     return resolve(data, arguments.overrides, where="compare", base=Path.cwd())
 
@@ -105,7 +114,7 @@ def _target_config(target: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}; --target is the folder of the served target, with its safetensors")
 
 
-def verdict_text(report: Artifact[AcceptanceReport], decision: Artifact[GateDecision], names: list[str]) -> str:
+def verdict_text(report: Artifact[AcceptanceReport], decision: Artifact[GateDecision], names: tuple[str, str]) -> str:
     """The verdict for a terminal: one line, then what was measured, then every reason."""
     measured = report.manifest.measured
     lines = [f"{decision.manifest.decision}: {names[1]} in place of {names[0]}"]
@@ -139,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     start_logging()
     try:
         report, decision = run(config_of(arguments), arguments.first, arguments.second, arguments.prompts)
-        print(verdict_text(report, decision, [Path(arguments.first).name, Path(arguments.second).name]))
+        print(verdict_text(report, decision, display_names(arguments.first, arguments.second)))
     except SlipstreamError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(1)

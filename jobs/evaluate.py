@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 from jobs.alone import run_alone
 from jobs.session import job_main
+from jobs.speed_report import speed_of
 from pipeline import evaluate, gate, stages
 from pipeline.artifacts import (
     AcceptanceReport,
@@ -23,10 +24,9 @@ from pipeline.artifacts import (
     GateDecision,
     HiddenStateCache,
     ResponseSet,
-    SpeedReport,
+    load,
 )
 from pipeline.config import Config
-from pipeline.errors import StageError
 from pipeline.gate_prompts import GatePrompts, from_responses
 from pipeline.measured import Walks
 from pipeline.sittings import ROLES, Candidates
@@ -46,8 +46,8 @@ def run(
     """The report and the verdict on these candidates (the current ones by default).
 
     Each candidate is also walked over the gate rows of ``states`` (the current ones by default).
-    ``recorded`` is the champion's served acceptance length when it was last measured; by default what
-    the current report found for it as the challenger.
+    ``recorded`` is the champion's served acceptance length when it was last measured; by default what the last
+    report of this root found for it.
     """
     candidates = candidates or _current_candidates(config)
     evaluate.require_one_engine(candidates)
@@ -56,7 +56,7 @@ def run(
     if recorded is None:
         recorded = _recorded(config, candidates["champion"])
     report = run_alone("evaluate", _serve, config, dict(candidates), responses, states, recorded)
-    return report, gate.run(config, report, speed=_speed(config, candidates["challenger"]))
+    return report, gate.run(config, report, speed=speed_of(config, candidates["challenger"]))
 
 
 def walk_gate_rows(
@@ -117,24 +117,15 @@ def _current_candidates(config: Config) -> dict[str, Artifact[DrafterCheckpoint]
     return {role: stages.current(config.root, role, DrafterCheckpoint) for role in roles}
 
 
-def _speed(config: Config, challenger: Artifact[DrafterCheckpoint]) -> Artifact[SpeedReport] | None:
-    """The challenger's speed against concurrency, where `slipstream speed` has measured it."""
-    try:
-        found = stages.current(config.root, "speed", SpeedReport)
-    except StageError:
-        return None
-    return found if found.manifest.parents.get("drafter") == challenger.id else None
-
-
 def _recorded(config: Config, champion: Artifact[DrafterCheckpoint]) -> float | None:
-    """What the drafter that is champion now was measured at when it was the challenger; None where that is unknown."""
-    try:
-        last = stages.current(config.root, "report", AcceptanceReport).manifest
-    except StageError:
-        return None
-    if last.parents["challenger"] != champion.id:
-        return None
-    return last.measured["challenger"]["served_acceptance_length"]
+    """What the champion was last measured at, in whichever role; None where no report of this root knows it."""
+    folder = config.root / AcceptanceReport.kind
+    for path in sorted(folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        report = load(path.parent, AcceptanceReport)
+        for role, one in report.measured.items():
+            if report.parents.get(role) == champion.id and one["served_acceptance_length"] is not None:
+                return one["served_acceptance_length"]
+    return None
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import capture, collect, deploy, evaluate, promote, regenerate, train
+from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, train
 from jobs.engines import EnginePool
 from jobs.session import job_main
 from pipeline import stages
@@ -73,7 +73,10 @@ def learn(
 
 
 def judge(config: Config, learned: Learned) -> tuple[Artifact[AcceptanceReport], Artifact[GateDecision]]:
-    """The drafters measured on one engine, and the verdict."""
+    """The drafters measured on one engine, and the verdict; the challenger's speed first, where it is asked for."""
+    if config.speed.concurrencies and "challenger" in learned.drafters:
+        found = speed.run(config, learned.drafters["challenger"], learned.responses)
+        stages.set_current(config.root, "speed", found)
     report, decision = evaluate.run(config, learned.drafters, learned.responses, states=learned.states)
     stages.set_current(config.root, "report", report)
     stages.set_current(config.root, "decision", decision)

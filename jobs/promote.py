@@ -18,10 +18,12 @@ from jobs.attachments import Judged
 from jobs.model_card import lift_of
 from jobs.registry import FAILED, PASSED, PENDING, AliasMoved, Registry, data_tags
 from jobs.session import job_main
+from jobs.speed_report import speed_of
+from pipeline import gate
 from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SchemaError, StageError
-from pipeline.stages import Artifact, current, open_artifact
+from pipeline.stages import Artifact, current, open_artifact, set_current
 
 logger = logging.getLogger("slipstream")
 
@@ -122,6 +124,8 @@ def _approve(registry: Registry, model: str, version: str, judged: Judged, *, in
     try:
         registry.set_alias(model, "approved", version, **conditions, reason=reason, decision=decision)
     except AliasMoved as moved:
+        if registry.settled(model, "approved") == version:
+            return  # the same promotion, run twice at once: the other one did it
         _withdraw(registry, model, version, PENDING, reason=f"decision {decision} came too late")
         _measured_champion(registry, model, version, judged)  # says so where it was the champion that moved
         raise AliasMoved(_measure_again(registry, model, version, judged)) from moved
@@ -175,9 +179,11 @@ def _measure_again(registry: Registry, model: str, version: str, judged: Judged)
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
-    """Promote the current challenger by the current decision."""
-    decision = current(config.root, "decision", GateDecision)
+    """Judge the current report by the configured policy, which costs seconds, and promote the challenger by that."""
     challenger = current(config.root, "challenger", DrafterCheckpoint)
+    speed = speed_of(config, challenger)
+    decision = gate.run(config, current(config.root, "report", AcceptanceReport), speed=speed)
+    set_current(config.root, "decision", decision)
     version = run(config, decision, challenger, instead_of=arguments.instead_of)
     print(f"{config.model_name} version {version} is approved; `slipstream deploy` serves it")
 

@@ -63,6 +63,13 @@ class ServedDrafters:
         self._restarts = not (one_shape and len(configs) == len(candidates))
         return not self._restarts
 
+    def planned(self) -> dict[str, Any]:
+        """The named replica's flags, or those that a server of our own is started with."""
+        if self._replica:
+            return self._engine(self._replica, self._replica_token)
+        serving = self._config.serving
+        return {"max_num_seqs": serving.max_num_seqs, "kv_cache_gib": serving.kv_cache_gib}
+
     def use(self, role: str, drafter: Drafter | None) -> None:
         """Serve with this drafter, verified by the live weights; the prefix cache is empty afterwards.
 
@@ -82,6 +89,7 @@ class ServedDrafters:
                 # The drafter that a replica came with keeps its name and its folder there.
                 folder, version = Path(self._found["folder"]), self._found["version"]
             if now["sha256"] == sha256:
+                deploy.reset_prefix_cache(self._url, self._token)
                 return
             deploy.swap_replica(
                 self._url,

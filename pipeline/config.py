@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
@@ -134,7 +134,7 @@ class EvaluateConfig(Frozen):
     concurrency: int = Field(8, gt=0)
     """Requests at a time: production's. The verdict on speed and tail latency holds for it."""
     max_tokens: int = Field(128, gt=0)
-    max_prompts: int | None = None
+    max_prompts: int | None = Field(None, gt=0)
     blocks: int = Field(8, gt=0)
     """Sittings of the alternation A B B A … that the prompts are dealt into. The verdict on speed needs several."""
     early_stop: bool = True
@@ -154,7 +154,7 @@ class SpeedConfig(Frozen):
     """One drafter → SpeedReport: tokens/s and latencies against concurrency, with and without speculation."""
 
     concurrencies: tuple[int, ...] = ()
-    """Measured beside evaluate.concurrency, which always is."""
+    """Measured beside evaluate.concurrency, which always is. Where any is named, `slipstream run` measures speed."""
     num_speculative_tokens: tuple[int, ...] = ()
     """Numbers to sweep; empty: the drafter's own. The target alone (0) is always measured."""
     requests_per_slot: int = Field(4, gt=0)
@@ -167,6 +167,8 @@ class SpeedConfig(Frozen):
 
 class GateConfig(Frozen):
     """AcceptanceReport → GateDecision: the policy, kept beside every decision."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_lift: float = Field(1.0, gt=0)
     """The lower end of the interval of challenger over champion must be above this ratio."""
@@ -196,6 +198,10 @@ class GateConfig(Frozen):
     require_walk: bool = True
     """Without a walk of the challenger there is no promotion; a comparison of drafters without cached states turns it
     off."""
+    require_losslessness: bool = False
+    """Without replies compared with and without speculation (`slipstream speed`) there is no promotion."""
+    max_drift: float = Field(0.1, gt=0)
+    """Where only restarts are possible: the champion's second visit may differ from its first by this share."""
     max_flagged_share: float = Field(0.2, ge=0, lt=1)
     """More unusable replies than this, and what is left is a selection."""
     min_recorded_share: float = Field(0.5, ge=0)

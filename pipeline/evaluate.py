@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline import acceptance, gate
-from pipeline.artifacts import AcceptanceReport, HiddenStateCache, package_versions
+from pipeline.artifacts import AcceptanceReport, HiddenStateCache, package_versions, verify
 from pipeline.config import Config
-from pipeline.errors import StageError
+from pipeline.errors import FingerprintError, StageError
 from pipeline.fingerprint import require_same_settings
 from pipeline.gate_prompts import GatePrompts
 from pipeline.kept_sittings import KeptSittings
@@ -32,6 +32,10 @@ _MAX_FAILED_SHARE = 0.05
 # What a drafter brings along: where drafters of several shapes are compared, these are no settings of the measurement.
 _DRAFTERS_OWN = ("speculation",)
 _PLAIN = "none"
+
+
+class TooManyFailed(StageError):
+    """What was measured is a selection: too many requests got no answer."""
 
 
 def run(
@@ -59,8 +63,12 @@ def run(
     def build(folder: Path, derivation: str) -> AcceptanceReport:
         comparison = _Comparison(config, candidates, prompts, recorded=recorded, walks=walk())
         kept = KeptSittings(folder / "sittings")
-        comparison.serve(server, kept)
-        report = comparison.report(folder, derivation, parents)
+        try:
+            comparison.serve(server, kept)
+            report = comparison.report(folder, derivation, parents)
+        except (FingerprintError, TooManyFailed):
+            kept.remove()  # what was kept is not to be built on: the next try measures anew
+            raise
         kept.remove()
         return report
 
@@ -74,7 +82,8 @@ def run(
             **config.evaluate.model_dump(mode="json", exclude={"server_url", "general_sources"}),
             # Where a look may end it, the policy is part of what is measured.
             "policy": config.gate.model_dump(mode="json") if config.evaluate.early_stop else None,
-            "prompts": prompts.settings(),
+            "prompts": {**prompts.settings(), **prompts.identity()},
+            "server": dict(server.planned()),
             "dtype": config.target.dtype,
             "max_model_len": config.target.max_model_len,
         },
@@ -160,6 +169,20 @@ class _Comparison:
             "block_size": block_sizes.pop() if len(block_sizes) == 1 else sorted(block_sizes),
         }
 
+    def _failed(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Requests without an answer. Raises: TooManyFailed where a role has many, with their errors."""
+        for role in self.candidates:
+            own = [row for row in rows if row["role"] == role]
+            failed = sum(row["flag"] == acceptance.FAILED for row in own)
+            if failed > _MAX_FAILED_SHARE * len(own):
+                replies = [r for s in self.sittings.values() for r in (*s.replies, *s.general_replies)]
+                errors = sorted({reply.error for reply in replies if reply.error})
+                raise TooManyFailed(
+                    f"evaluate: {failed} of the {role}'s {len(own)} requests failed ({errors[:3]}), at most "
+                    f"{_MAX_FAILED_SHARE:.0%} may; see the server's log, then evaluate again"
+                )
+        return sum(row["flag"] == acceptance.FAILED for row in rows)
+
     def _drift(self, again: Sittings) -> dict[str, float]:
         """The champion's second visit over its first: tokens/s and emitted tokens a step."""
         first = {key: one for key, one in self.sittings.items() if key[1] == "champion"}
@@ -170,10 +193,7 @@ class _Comparison:
     def report(self, folder: Path, derivation: str, parents: dict[str, str]) -> AcceptanceReport:
         """The manifest, its table written: counts and ids of rows, never text or tokens."""
         rows = self._rows(self.sittings)
-        failed = sum(row["flag"] == acceptance.FAILED for row in rows)
-        if failed > _MAX_FAILED_SHARE * len(rows):
-            errors = sorted({r.error for s in self.sittings.values() for r in s.replies if r.error})
-            raise StageError(f"evaluate: {failed} of {len(rows)} requests failed ({errors[:3]}); see the server's log")
+        failed = self._failed(rows)
         measured = self._measured(rows, self.sittings)
         writer = PartWriter(folder)
         table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
@@ -196,12 +216,16 @@ class _Comparison:
 
 
 def _require_comparable(candidates: Candidates, prompts: GatePrompts) -> None:
-    """Raises: StageError for missing or unknown roles; FingerprintError for drafters of other targets."""
+    """Raises: StageError for missing or unknown roles; SchemaError for changed files; FingerprintError for drafters of
+    other targets.
+    """
     if missing := {"champion", "challenger"} - set(candidates):
         raise StageError(f"evaluate: no {' and no '.join(sorted(missing))}; the champion is measured again every time")
     if unknown := set(candidates) - set(ROLES):
         raise StageError(f"evaluate: unknown roles {sorted(unknown)}, expected some of {list(ROLES)}")
     for role, artifact in candidates.items():
+        if artifact:
+            verify(artifact.folder, artifact.manifest)  # what is served is what was registered
         if artifact and artifact.manifest.fingerprint and prompts.fingerprint:
             # Prompts depend on the target alone; which of its layers a drafter reads says nothing about them.
             layers = {"target_layer_ids": artifact.manifest.fingerprint.target_layer_ids}

@@ -31,6 +31,7 @@ from pipeline.verdict import Verdict, as_json, policy_id, policy_toml
 __all__ = ["Verdict", "as_json", "decide", "run", "settled"]
 
 STAGE_VERSION = 2
+_SPEED_FIGURES = {"points", "recommended", "lossless", "settings"}
 _FILES = ("decision.json", "policy.toml", "report.html")
 
 
@@ -82,7 +83,8 @@ def run(
             **{name: body[name] for name in ("lift", "ci_low", "ci_high")},
         )
 
-    contents = {"content": report.manifest.content_id, "names": dict(names or {})}
+    figures = measured_speed.model_dump(mode="json", include=_SPEED_FIGURES) if measured_speed else None
+    contents = {"content": report.manifest.content_id, "speed": figures, "names": dict(names or {})}
     return complete(
         config.root,
         GateDecision,

@@ -50,6 +50,12 @@ class GatePrompts:
             "thinking": dict(sorted(thinking.items())),
         }
 
+    def identity(self) -> dict[str, Any]:
+        """What else a report rests on: whom the prompts stand for, and the target that they were rendered for."""
+        told = [[row[name] for name in ("row_id", "conversation", "slices", "weight")] for row in self.gate]
+        target = self.fingerprint.model_dump(mode="json") if self.fingerprint else None
+        return {"rows": _digest(json.dumps(told)), "target": target}
+
 
 def from_responses(config: Config, responses: Artifact[ResponseSet], *, block_size: int) -> GatePrompts:
     """The gate rows of a ResponseSet, and the configured general prompts.
@@ -147,13 +153,13 @@ def _file_rows(
 def _rendered(
     config: Config, requests: Sequence[CanonicalRequest], *, block_size: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """One row a distinct prompt, its weight the number of times it was asked."""
+    """One row a distinct request (prompt, slices and sampling), its weight the number of times it was made."""
     from pipeline.render import Renderer, RenderError
 
     renderer, rejects = Renderer(config.target.model), Counter()
     rows: dict[str, dict[str, Any]] = {}
     for request in requests:
-        row_id = _digest(request.prompt)
+        row_id = _digest(json.dumps([request.prompt, request.slices, request.temperature, request.top_p]))
         if row_id in rows:
             rows[row_id]["weight"] += 1
             continue

@@ -49,6 +49,9 @@ class Server(Protocol):
     def swaps(self, candidates: Candidates) -> bool:
         """Whether it can change between these without a restart."""
 
+    def planned(self) -> Mapping[str, Any]:
+        """What it serves with, as far as that is known before it starts: another engine is another measurement."""
+
     def use(self, role: str, drafter: Artifact[DrafterCheckpoint] | None) -> None:
         """Serve with this drafter from now on, or with none, its caches empty."""
 

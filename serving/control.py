@@ -2,6 +2,7 @@
 
     GET  /slipstream/status   what every worker serves
     GET  /slipstream/engine   the engine's settings, with or without a drafter
+    POST /slipstream/reset    empty the prefix cache
     POST /slipstream/swap     {"folder", "version", "sha256", "expected_version"}
 
 Settings come from the environment: ``SLIPSTREAM_CONTROL_TOKEN`` (without it both routes answer 503; vLLM's
@@ -79,11 +80,16 @@ class ControlEndpoint:
             return await self._status(state)
         if route == ("GET", "engine"):
             return {"status": "ok", "engine": engine_settings(state.engine_client.vllm_config)}
+        if route == ("POST", "reset"):
+            await _read_body(receive)
+            return {"status": "ok", "prefix_cache_reset": bool(await state.engine_client.reset_prefix_cache())}
         if route == ("POST", "swap"):
             order = _parse_swap(await _read_body(receive))
             # Once begun a swap runs to its end, also when the caller hangs up: a paused engine must resume.
             return await asyncio.shield(asyncio.create_task(self._swap(state, order)))
-        raise Refusal(404, f"{scope['method']} {scope['path']}: expected GET status, GET engine or POST swap")
+        raise Refusal(
+            404, f"{scope['method']} {scope['path']}: expected GET status, GET engine, POST reset or POST swap"
+        )
 
     def _authorize(self, scope: Scope) -> None:
         if not self.token:

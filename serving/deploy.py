@@ -86,6 +86,14 @@ def engine(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
     return answer["engine"]
 
 
+def reset_prefix_cache(url: str, token: str, *, timeout_s: float = 60.0) -> bool:
+    """Whether the cache is empty now: it stays as it is while requests hold blocks. Raises: DeployError."""
+    answer = _call(url, token, "reset", {}, timeout_s)
+    if answer["status"] != "ok":
+        raise DeployError(f"{url}: {answer.get('reason')}")
+    return answer["prefix_cache_reset"]
+
+
 def swap_replica(
     url: str,
     token: str,

@@ -45,9 +45,13 @@ class ScriptedServer:
     changes: dict = field(default_factory=dict)
     fail: set[int] = field(default_factory=set)
     can_swap: bool = True
+    plan: dict = field(default_factory=dict)
 
     def swaps(self, candidates):
         return self.can_swap
+
+    def planned(self):
+        return self.plan
 
     def use(self, role, drafter):
         self.role = role
@@ -341,6 +345,43 @@ def test_a_drafter_of_another_target_is_refused_before_anything_is_served(config
 
 def with_evaluate(config, **changes):
     return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=changes)})
+
+
+def reports_of(root):
+    return sorted(path.parent.name for path in (root / "reports").glob("*/manifest.json"))
+
+
+def test_another_engine_other_weights_or_other_slices_are_another_measurement(config, tmp_path):
+    rows = rows_for_ten()
+    pair = candidates_of("champion", "challenger")
+    evaluated(config, pair, responses_of(tmp_path, rows), server=server_of())
+    evaluated(config, pair, responses_of(tmp_path / "2", rows), server=server_of(plan={"kv_cache_dtype": "fp8"}))
+    heavier = [row | {"weight": 9} for row in rows]
+    evaluated(config, pair, responses_of(tmp_path / "3", heavier), server=server_of())
+    moved = [row | {"slices": json.dumps({"route": "other"})} for row in rows]
+    evaluated(config, pair, responses_of(tmp_path / "4", moved), server=server_of())
+    tuned = TARGET.model_copy(update={"weights": "tuned"})
+    free = candidates_of("champion", "challenger", champion={"fingerprint": None}, challenger={"fingerprint": None})
+    evaluated(config, free, responses_of(tmp_path / "5", rows), server=server_of())
+    evaluated(config, free, responses_of(tmp_path / "6", rows, fingerprint=tuned), server=server_of())
+    # Without fingerprints of their own these drafters have the same ids: the target alone tells the last two apart.
+    assert len(reports_of(tmp_path)) == 5
+
+
+def test_one_role_that_fails_often_stops_the_stage_whatever_the_others_answer(config, tmp_path):
+    server = server_of()
+    inner = server._reply
+
+    def reply(request):
+        failing = server.role == "challenger" and request["prompt"][0] in (1, 2, 3)
+        return ScriptedReply([], None, None, error="HTTP 500") if failing else inner(request)
+
+    server._reply = reply
+    responses = responses_of(tmp_path, [response(i) for i in range(30)])
+    with pytest.raises(StageError, match=r"3 of the challenger's 30 requests failed .*HTTP 500.*evaluate again"):
+        evaluated(config, candidates_of(*THREE), responses, server=server)
+    # A server that is well again is asked again: nothing of the bad try is built on.
+    assert evaluated(config, candidates_of(*THREE), responses, server=server_of()).manifest.counts["failed"] == 0
 
 
 def test_what_was_served_nine_times_counts_nine_times_in_the_traffic_alone(config, tmp_path):

@@ -129,6 +129,13 @@ def ask(served, method, path, **settings):
     return asyncio.run(call(served, method, path, **settings))
 
 
+def test_the_prefix_cache_is_emptied_on_request(served):
+    reply = ask(served, "POST", "/slipstream/reset", body={})
+    assert (reply.status_code, reply.json()["prefix_cache_reset"]) == (200, True)
+    assert served.engine.calls == ["reset"]
+    assert ask(served, "POST", "/slipstream/reset", body={}, token="another").status_code == 401
+
+
 def test_a_swap_pauses_swaps_resets_and_resumes_in_this_order(served):
     reply = ask(served, "POST", "/slipstream/swap", body=order(served))
     assert reply.status_code == 200
