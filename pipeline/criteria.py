@@ -10,6 +10,9 @@ from pipeline.bootstrap import Interval, Resamples
 from pipeline.config import GateConfig
 from pipeline.power import Evidence
 
+_MIN_USABLE_SHARE = 0.5  # of the general prompts: they are few, and small targets loop on some
+_MIN_WALKED = 20
+
 
 @dataclass(frozen=True)
 class Reason:
@@ -74,8 +77,11 @@ def slices(
     from scipy import stats
 
     floor = policy.min_slice_lift
+    # A slice in which the challenger gets no token past the prefill's has no log ratio, and needs no test.
     p_values = {
-        name: one.p_under(floor) for name, one in slices.items() if one.num_clusters >= policy.min_slice_clusters
+        name: one.p_under(floor) if one.ratio else 0.0
+        for name, one in slices.items()
+        if one.num_clusters >= policy.min_slice_clusters
     }
     known = {name: p for name, p in p_values.items() if math.isfinite(p)}
     adjusted = dict(zip(known, stats.false_discovery_control(list(known.values())), strict=True)) if known else {}
@@ -103,16 +109,27 @@ def slices(
     return reasons
 
 
-def general(policy: GateConfig, general: Interval | None) -> Reason:
-    """The guard against narrowing: general prompts may not be shown to lose more than the policy allows."""
+def general(policy: GateConfig, general: Interval | None, num_prompts: tuple[int, int]) -> Reason:
+    """The guard against narrowing: general prompts may not be shown to lose more than the policy allows.
+
+    ``num_prompts``: those that can be used, of so many that were served.
+    """
     floor = policy.min_general_lift
     if general is None:
         return Reason("general", "general prompts: not measured", None, floor, None)
     more = {"low": general.low, "high": general.high, "n": general.num_clusters}
-    if not general.is_known:
+    usable, served = num_prompts
+    if usable < _MIN_USABLE_SHARE * served:
+        message = (
+            f"general prompts: {usable} of {served} can be used, at least {_MIN_USABLE_SHARE:.0%} are needed: too few "
+            "to tell whether the drafter has narrowed; see the rows' flags and the server's log, and measure again"
+        )
+        return Reason("general", message, general.ratio, floor, False, "cannot_say", n=general.num_clusters)
+    lost = general.ratio == 0 and general.num_clusters >= policy.min_slice_clusters  # no interval around it
+    if not (lost or general.is_known):
         message = "general prompts: the lift is not a number: no usable step on one side, or a single prompt"
         return Reason("general", message, general.ratio, floor, False, "cannot_say", n=general.num_clusters)
-    passed = not general.high < floor
+    passed = not (lost or general.high < floor)
     message = (
         f"general prompts: {general.ratio:.3f} × ({general.low:.3f} to {general.high:.3f}) on {general.num_clusters} "
         f"conversations: {'not shown' if passed else 'shown'} to be under {floor:g}"
@@ -136,8 +153,14 @@ def walks(policy: GateConfig, measured: Mapping[str, Any]) -> list[Reason]:
     reasons = []
     for role, one in measured.items():
         gap = walk_gap(one)
-        if gap is None:
+        if gap is None or _num_walked(one) < _walks_needed(one):
             message = f"{role}: no walk over the gate rows to compare serving with"
+            if gap is not None:
+                message = (
+                    f"{role}: the walk covers {_num_walked(one)} of {one['num_requests']} requests, "
+                    f"at least {_walks_needed(one)} are needed to compare serving with"
+                )
+            message += "; capture the gate rows' states again"
             required = False if role == "challenger" and policy.require_walk else None
             reasons.append(Reason(f"walk:{role}", message, None, policy.max_walk_gap, required, "hold"))
             continue
@@ -158,6 +181,24 @@ def walk_gap(one: Mapping[str, Any]) -> float | None:
     if not (walk := one.get("walk")):
         return None
     return _relative(_served_beside(one), walk, "num_accepted_and_emitted")
+
+
+def _num_walked(one: Mapping[str, Any]) -> int:
+    """Requests that a walk covers: all that are counted where nothing else is said."""
+    walk = one["walk"]
+    served = walk.get("served") or {}
+    return served.get("num_requests", walk.get("num_replies", one["num_requests"]))
+
+
+def _walks_needed(one: Mapping[str, Any]) -> int:
+    """Half of the counted requests; sampled ones can't be walked, so of the traffic's sampling twenty are enough."""
+    half = math.ceil(one["num_requests"] / 2)
+    return half if is_greedy(one.get("settings", {})) else min(_MIN_WALKED, half)
+
+
+def is_greedy(settings: Mapping[str, Any]) -> bool:
+    """Whether every reply was greedy: sampled ones differ by design. Absent settings are of greedy measurements."""
+    return (settings.get("sampling") or {"temperature": 0.0}).get("temperature") == 0.0
 
 
 def _served_beside(one: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.acceptance import accepted_drafts_per_step
+from pipeline.acceptance import FAILED, accepted_drafts_per_step
 from pipeline.config import GateConfig
 from pipeline.criteria import Reason
 
 _COUNTS = ("num_tokens", "num_drafts", "num_accepted_tokens", "weight")
 _NAMED = 4  # so many are named, the others counted
+_MAX_FAILED_SHARE = 0.05
 
 
 def sound(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -21,12 +22,14 @@ def sound(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def measurement(
     policy: GateConfig, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], *, num_clusters: int
 ) -> list[Reason]:
-    """Every condition of a verdict; one that fails leaves none."""
+    """Every condition of a verdict; one that fails leaves none. Rows are of both prompt sets."""
+    gate_rows = [row for row in rows if row["prompt_set"] == "gate"]
     return [
         _numbers(rows, measured),
         _paired(rows, measured),
         _clusters(policy, num_clusters),
-        _flagged(policy, rows),
+        _flagged(policy, gate_rows),
+        *_failed(policy, rows),
         _accepted_anything(measured),
         *_environment(policy, measured["champion"]),
     ]
@@ -62,10 +65,10 @@ def _not_finite(value: Any, name: str) -> Iterator[str]:
 
 def _paired(rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> Reason:
     roles = len(measured)
-    seen: dict[str, set[str]] = {}
+    seen: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        seen.setdefault(row["row_id"], set()).add(row["role"])
-    single = [name for name, found in seen.items() if len(found) != roles]
+        seen.setdefault((row["prompt_set"], row["row_id"]), set()).add(row["role"])
+    single = [name for (_, name), found in seen.items() if len(found) != roles]
     message = "every request was answered with every drafter"
     if single:
         message = f"{len(single)} requests, such as {single[0]}, were not answered with every drafter; measure again"
@@ -82,15 +85,56 @@ def _clusters(policy: GateConfig, n: int) -> Reason:
 
 def _flagged(policy: GateConfig, rows: Sequence[Mapping[str, Any]]) -> Reason:
     unusable: dict[str, str] = {row["row_id"]: row["flag"] for row in rows if row["flag"] is not None}
-    num_requests = len({row["row_id"] for row in rows})
+    weights = {row["row_id"]: 0.0 if _is_wrong(row["weight"]) else row["weight"] for row in rows}
+    num_requests, weight = len(weights), math.fsum(weights.values())
     share, limit = len(unusable) / max(1, num_requests), policy.max_flagged_share
+    of_traffic = math.fsum(weights[name] for name in unusable) / weight if weight else 0.0
     kinds = ", ".join(
         f"{flag} {sum(one == flag for one in unusable.values())}" for flag in sorted({*unusable.values()})
     )
     message = f"{share:.0%} of requests left out ({kinds or 'none'}), at most {limit:.0%} may be"
+    if of_traffic > share:
+        message = f"{of_traffic:.0%} of the traffic, " + message
+    share = max(share, of_traffic)
     if share > limit:
         message += ": what is left is a selection"
     return Reason("flagged", message, share, limit, share <= limit, "cannot_say", n=num_requests)
+
+
+def _failed(policy: GateConfig, rows: Sequence[Mapping[str, Any]]) -> list[Reason]:
+    """Requests without a reply, by role: too many leave no verdict, more than the champion's are the challenger's."""
+    sent: dict[str, int] = {}
+    failed: dict[str, dict[tuple[str, str], int]] = {}  # role → request → its sitting
+    for row in rows:
+        sent[row["role"]] = sent.get(row["role"], 0) + 1
+        own = failed.setdefault(row["role"], {})
+        if row["flag"] == FAILED:
+            own[row["prompt_set"], row["row_id"]] = row["block"]
+    reasons = []
+    for role, own in failed.items():
+        share = len(own) / sent[role]
+        message = f"{role}: {len(own)} of {sent[role]} requests failed, at most {_MAX_FAILED_SHARE:.0%} may"
+        passed, verdict = share <= _MAX_FAILED_SHARE, "cannot_say"
+        if role == "challenger" and (p := _p_fails_more(own, failed.get("champion", {}))) <= policy.error_rate:
+            passed, verdict = False, "reject"
+            message += f"; shown to be more than the champion's (p = {p:.2g})"
+        if not passed:
+            message += "; see the server's log"
+        reasons.append(Reason(f"failed:{role}", message, share, _MAX_FAILED_SHARE, passed, verdict, n=sent[role]))
+    return reasons
+
+
+def _p_fails_more(own: Mapping[tuple[str, str], int], champions: Mapping[tuple[str, str], int]) -> float:
+    """One-sided p-value of McNemar's exact test over the requests that one of the two failed; 1 for a single sitting.
+
+    A server that was down for a moment fails many requests of one sitting, whichever drafter it has.
+    """
+    from scipy import stats
+
+    only, others = own.keys() - champions.keys(), champions.keys() - own.keys()
+    if len({own[name] for name in only}) < 2:
+        return 1.0
+    return float(stats.binomtest(len(only), len(only) + len(others), alternative="greater").pvalue)
 
 
 def _accepted_anything(measured: Mapping[str, Any]) -> Reason:

@@ -9,25 +9,30 @@ from typing import Any
 
 from pipeline.artifacts import SpeedReport
 from pipeline.config import GateConfig
-from pipeline.criteria import Reason
+from pipeline.criteria import Reason, is_greedy
 
 
 def replies(measured: Mapping[str, Any]) -> Reason:
     """Replies with one drafter against replies with another, on the gate's own prompts."""
-    different = sum(one.get("num_replies_different", 0) for one in measured.values())
-    settings = measured["champion"].get("settings", {})
-    exact = settings.get("dtype") == "float32" and settings.get("concurrency") == 1 and _is_greedy(settings)
+    different, exact = _num_different(measured), _is_exact(measured)
     message = f"{different} replies differ from the champion's"
     message += "; in float32 at one request none may" if exact else " (near-ties move with batch shapes: a sign only)"
     n = sum(one["num_requests"] for role, one in measured.items() if role != "champion")
     return Reason("replies", message, different, 0, different == 0 if exact else None, "reject", n=n)
 
 
-def speculation(policy: GateConfig, speed: SpeedReport | None) -> Reason:
-    """Greedy replies one at a time, speculation on against off."""
+def speculation(policy: GateConfig, measured: Mapping[str, Any], speed: SpeedReport | None) -> Reason:
+    """Greedy replies one at a time, speculation on against off; where it is asked for, they must have been compared.
+
+    Replies that don't depend on the drafter, where they can be exact, say the same.
+    """
     found = speed.lossless if speed else {}
     if not found.get("num_prompts"):
-        return Reason("lossless", "replies with speculation on and off: not compared", None, 0, None)
+        message = "replies with speculation on and off: not compared"
+        if not policy.require_losslessness or (_is_exact(measured) and not _num_different(measured)):
+            return Reason("lossless", message, None, 0, None)
+        message += ", and the policy asks for it; run `slipstream speed` with speed.lossless_prompts above 0"
+        return Reason("lossless", message, None, 0, False, "hold")
     n, different = found["num_prompts"], found["num_different"]
     dtype = found.get("dtype") or speed.settings.get("dtype")
     message = f"{different} of {n} replies differ between speculation on and off"
@@ -58,6 +63,11 @@ def _no_more_than_plain(policy: GateConfig, message: str, counts: tuple[int, int
     return Reason("lossless", message, different, plain, passed, "reject", n=n)
 
 
-def _is_greedy(settings: Mapping[str, Any]) -> bool:
-    """Sampled replies differ by design. Absent settings are of greedy measurements."""
-    return (settings.get("sampling") or {"temperature": 0.0}).get("temperature") == 0.0
+def _is_exact(measured: Mapping[str, Any]) -> bool:
+    """Whether equal requests have equal replies: float32, one at a time, greedy."""
+    settings = measured["champion"].get("settings", {})
+    return settings.get("dtype") == "float32" and settings.get("concurrency") == 1 and is_greedy(settings)
+
+
+def _num_different(measured: Mapping[str, Any]) -> int:
+    return sum(one.get("num_replies_different", 0) for one in measured.values())

@@ -17,6 +17,9 @@ from pipeline.criteria import Reason
 from pipeline.speed_points import pays_up_to
 
 _MAX_SITTINGS = 1000
+# What speed measures otherwise by choice: its own load, no prefix cache, greedy, a sweep of speculated tokens, and
+# servers of this machine, which may name the model otherwise.
+_SPEEDS_OWN = ("prefix_caching", "load_generator", "max_num_seqs", "speculation", "sampling", "model", "adapters")
 
 
 def tokens_per_s(measured: Mapping[str, Any], *, level: float) -> Interval:
@@ -81,24 +84,81 @@ def tail(policy: GateConfig, tail: Interval | None, *, level: float) -> Reason:
 
 
 def speculation(measured: Mapping[str, Any], speed: SpeedReport | None) -> list[Reason]:
-    """Whether speculation pays at production's concurrency; nothing without a SpeedReport."""
+    """Whether speculating as many tokens as are served pays at production's concurrency; [] without a SpeedReport."""
     if speed is None:
         return []
-    concurrency = measured["champion"].get("settings", {}).get("concurrency")
+    settings = measured["champion"].get("settings", {})
+    concurrency = settings.get("concurrency")
     rates = _rates(speed).get(concurrency, {})
-    alone, drafting = rates.get(0), max((rate for k, rate in rates.items() if k), default=None)
+    best = max((k for k in rates if k), key=lambda k: rates[k], default=0)
+    number = _num_served(settings, speed) or max(rates, default=0)
+    alone, drafting = rates.get(0), rates.get(number) if number else None
     if not (alone and drafting):
         message = (
             f"speculation on and off was not measured at concurrency {concurrency}, where the fleet serves; "
             "add it to speed.concurrencies"
         )
+        if alone and best:
+            message = (
+                f"{number} speculated tokens, as many as are served, were not measured at concurrency {concurrency}; "
+                "add them to speed.num_speculative_tokens"
+            )
         return [Reason("speculation", message, None, 1.0, False, "hold")]
     ratio = drafting / alone
     message = f"at concurrency {concurrency} the drafter gives {ratio:.2f} × the target alone ({drafting:.1f} tokens/s)"
-    if ratio <= 1:
+    if ratio <= 1 and rates[best] <= alone:
         up_to = speculate_up_to(speed)
         message += f": don't speculate above concurrency {up_to}" if up_to else ": don't speculate at any measured one"
+    elif rates[best] > drafting:
+        message += f" with {number} speculated tokens, as served; {best} give {rates[best] / alone:.2f} ×"
     return [Reason("speculation", message, ratio, 1.0, ratio > 1, "dont_speculate")]
+
+
+def _num_served(settings: Mapping[str, Any], speed: SpeedReport) -> int:
+    """Tokens that are speculated where acceptance was measured; 0 where nothing says."""
+    served = (settings.get("speculation") or {}).get("num_speculative_tokens")
+    sizes = [one for one in (settings.get("block_size"), speed.settings.get("block_size")) if isinstance(one, int)]
+    return served or (sizes[0] - 1 if sizes else 0)
+
+
+def differences(evaluated: Mapping[str, Any], timed: Mapping[str, Any]) -> list[str]:
+    """Settings in which a measurement of speed is not that of acceptance, with both values."""
+    found = []
+    for name in sorted(evaluated.keys() & timed.keys() - set(_SPEEDS_OWN)):
+        ours, theirs = evaluated[name], timed[name]
+        # Drafters of several shapes are evaluated side by side; speed is one's.
+        if ours != theirs and not (name == "block_size" and isinstance(ours, list) and theirs in ours):
+            found.append(f"{name}: {theirs!r}, evaluated with {ours!r}")
+    return found
+
+
+def unlike(differences: Sequence[str]) -> list[Reason]:
+    """Why a measurement of speed is not used; [] where it is."""
+    if not differences:
+        return []
+    message = (
+        f"speed was measured with other settings ({'; '.join(differences)}) and is not used; "
+        "run `slipstream speed` again"
+    )
+    return [Reason("speed_report", message, len(differences), 0, None)]
+
+
+def drift(policy: GateConfig, again: Mapping[str, float] | None) -> list[Reason]:
+    """The champion's second visit against its first, where the drafters did not take turns: has the machine changed?"""
+    if again is None:
+        return []
+    limit = policy.max_drift
+    if not again:
+        message = "the champion's second visit cannot be compared with its first; measure again"
+        return [Reason("drift", message, None, limit, False, "hold")]
+    moved = {name: abs(ratio - 1) if math.isfinite(ratio) else math.inf for name, ratio in again.items()}
+    most = max(moved, key=lambda name: moved[name])
+    figures = ", ".join(f"{ratio:.3f} × in {name}" for name, ratio in again.items())
+    message = f"the champion's second visit gave {figures} of its first; at most {limit:.0%} apart is allowed"
+    passed = moved[most] <= limit
+    if not passed:
+        message += ": the machine changed while the drafters were measured; measure again where nothing else runs"
+    return [Reason("drift", message, again[most], limit, passed, "hold")]
 
 
 def speculate_up_to(speed: SpeedReport) -> int:

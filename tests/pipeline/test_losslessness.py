@@ -4,7 +4,7 @@ import pytest
 from measurements import BETTER, FAST, failed, measured_of, reason, rows_of
 
 from pipeline.artifacts import SpeedReport
-from pipeline.decide import decide
+from pipeline.decide import decide, settled
 
 ROWS = rows_of(BETTER)
 
@@ -41,3 +41,22 @@ def test_the_worst_of_several_numbers_of_speculated_tokens_is_expected_to_be_bad
     assert decided(found, "bfloat16").decision == "reject"  # p = 0.04 for one number
     found["num_different_by_speculated"] = {"2": 1, "4": 6, "7": 3}
     assert decided(found, "bfloat16").decision == "promote"
+
+
+def test_where_the_policy_asks_for_losslessness_nothing_is_promoted_uncompared():
+    strict = FAST.model_copy(update={"require_losslessness": True})
+    for speed in (None, SpeedReport(derivation_id="s", parents={})):
+        verdict = decide(strict, ROWS, measured_of(ROWS), speed=speed)
+        assert "lossless" in failed(verdict) and verdict.decision == "hold"
+        assert "slipstream speed" in reason(verdict, "lossless").message
+    assert reason(decide(FAST, ROWS, measured_of(ROWS)), "lossless").passed is None
+    assert settled(strict, ROWS, measured_of(ROWS), fractions=(0.5,)) == "promote"  # the end asks for it
+
+
+def test_replies_that_are_equal_where_they_can_be_exact_are_a_comparison():
+    strict, exact = FAST.model_copy(update={"require_losslessness": True}), measured_of(ROWS)
+    for one in exact.values():
+        one["settings"] = {"dtype": "float32", "concurrency": 1}
+    assert decide(strict, ROWS, exact).decision == "promote"
+    exact["challenger"]["num_replies_different"] = 1
+    assert failed(decide(strict, ROWS, exact)) == ["replies", "lossless"]

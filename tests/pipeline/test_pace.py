@@ -8,7 +8,6 @@ from measurements import BETTER, FAST, failed, measured_of, reason, rows_of, sit
 from pipeline import pace
 from pipeline.artifacts import SpeedReport
 from pipeline.decide import decide
-from pipeline.errors import FingerprintError
 from pipeline.speed_points import recommend
 
 ROWS = rows_of(BETTER)
@@ -80,8 +79,24 @@ def test_speculation_that_does_not_pay_where_the_fleet_serves_is_not_recommended
     assert verdict.speculate_up_to == 4
     assert verdict.recommended == {"1": 4, "4": 4, "8": 0}
     assert "don't speculate above concurrency 4" in reason(verdict, "speculation").message
-    pays = decided(speed_report=speeds(points | {(8, 2): 151}))
+    pays = decided(speed_report=speeds(points | {(8, 4): 151}))
     assert (pays.decision, pays.speculate_up_to) == ("promote", 8)
+
+
+@pytest.mark.parametrize("served", [{"speculation": {"num_speculative_tokens": 7}}, {"block_size": 8}])
+def test_speculation_is_judged_by_the_number_of_tokens_that_is_served_and_a_better_one_is_named(served):
+    measured = measured_of(ROWS)
+    for one in measured.values():
+        one["settings"] = {**one["settings"], **served}
+    swept = {(8, 0): 100, (8, 3): 110, (8, 7): 80}
+    verdict = decide(FAST, ROWS, measured, speed=speeds(swept))
+    assert (verdict.decision, failed(verdict)) == ("dont_speculate", ["speculation"])
+    assert reason(verdict, "speculation").value == pytest.approx(0.8)
+    assert "with 7 speculated tokens, as served; 3 give 1.10 ×" in reason(verdict, "speculation").message
+    assert decide(FAST, ROWS, measured, speed=speeds(swept | {(8, 7): 101})).decision == "promote"
+    verdict = decide(FAST, ROWS, measured, speed=speeds({(8, 0): 100, (8, 3): 110}))
+    assert (verdict.decision, failed(verdict)) == ("hold", ["speculation"])
+    assert "7 speculated tokens" in reason(verdict, "speculation").message
 
 
 def test_speculation_that_pays_nowhere_says_so():
@@ -101,10 +116,51 @@ def test_a_speed_report_without_productions_concurrency_is_held():
     assert "not measured at concurrency 8" in reason(verdict, "speculation").message
 
 
-def test_speed_on_another_engine_than_the_acceptance_is_refused_with_both_values():
+@pytest.mark.parametrize(
+    ("name", "evaluated", "timed"),
+    [
+        ("vllm", "0.32.0", "0.33.0"),
+        ("kv_cache_dtype", "auto", "fp8"),
+        ("tensor_parallel_size", 4, 1),
+        ("prompts", "new", "old"),
+        ("max_tokens", 512, 8),
+        ("block_size", 16, 8),
+        ("block_size", [4, 16], 8),
+    ],
+)
+def test_speed_with_other_settings_than_the_acceptance_is_not_used_and_the_difference_is_named(name, evaluated, timed):
     measured = measured_of(ROWS)
     for one in measured.values():
-        one["settings"] = {**one["settings"], "vllm": "0.32.0"}
-    other = speeds({(8, 0): 100, (8, 4): 200}, settings={"vllm": "0.33.0", "dtype": "bfloat16", "flags": {}})
-    with pytest.raises(FingerprintError, match=r"vllm: '0.32.0' != '0.33.0'"):
-        decide(FAST, ROWS, measured, speed=other)
+        one["settings"] = {**one["settings"], name: evaluated}
+    other = speeds({(8, 0): 100, (8, 4): 50}, settings={"dtype": "bfloat16", name: timed, "flags": {}})
+    verdict = decide(FAST, ROWS, measured, speed=other)
+    assert (verdict.decision, verdict.recommended, verdict.speculate_up_to) == ("promote", {}, None)
+    found = reason(verdict, "speed_report")
+    assert found.passed is None
+    for said in (f"{name}: {timed!r}, evaluated with {evaluated!r}", "slipstream speed"):
+        assert said in found.message
+
+
+def test_speed_may_differ_in_what_it_sets_itself():
+    own = {"prefix_caching": False, "load_generator": "a", "max_num_seqs": 4, "block_size": 5, "sampling": {}}
+    measured = measured_of(ROWS)
+    for one in measured.values():
+        one["settings"] = {**one["settings"], "prefix_caching": True, "max_num_seqs": 64, "block_size": [5, 8]}
+    verdict = decide(FAST, ROWS, measured, speed=speeds({(8, 0): 100, (8, 4): 50}, settings=own))
+    assert (verdict.decision, failed(verdict)) == ("dont_speculate", ["speculation"])
+
+
+@pytest.mark.parametrize(
+    ("again", "decision"),
+    [
+        (None, "promote"),
+        ({"tokens_per_s": 1.09, "emitted_tokens_per_step": 0.95}, "promote"),
+        ({"tokens_per_s": 1.3, "emitted_tokens_per_step": 1.0}, "hold"),
+        ({"tokens_per_s": 1.0, "emitted_tokens_per_step": 0.85}, "hold"),
+        ({"tokens_per_s": math.nan}, "hold"),
+        ({}, "hold"),
+    ],
+)
+def test_a_machine_that_drifted_between_two_visits_of_the_champion_is_held(again, decision):
+    verdict = decide(FAST, ROWS, measured_of(ROWS), drift=again)
+    assert (verdict.decision, failed(verdict)) == (decision, [] if decision == "promote" else ["drift"])
