@@ -184,10 +184,10 @@ def walk_gap(one: Mapping[str, Any]) -> float | None:
 
 
 def _num_walked(one: Mapping[str, Any]) -> int:
-    """Requests that a walk covers: all that are counted where nothing else is said."""
+    """Requests that a walk covers: all that are counted where nothing else is said, none where only some are."""
     walk = one["walk"]
     served = walk.get("served") or {}
-    return served.get("num_requests", walk.get("num_replies", one["num_requests"]))
+    return served.get("num_requests", walk.get("num_replies", 0 if served else one["num_requests"]))
 
 
 def _walks_needed(one: Mapping[str, Any]) -> int:
