@@ -30,7 +30,7 @@ from pipeline.verdict import Verdict, as_json, policy_id, policy_toml
 
 __all__ = ["Verdict", "as_json", "decide", "run", "settled"]
 
-STAGE_VERSION = 2
+STAGE_VERSION = 3
 _SPEED_FIGURES = {"points", "recommended", "lossless", "settings"}
 _FILES = ("decision.json", "policy.toml", "report.html")
 
@@ -58,7 +58,14 @@ def run(
         verify(report.folder, report.manifest)
         rows = read_tables(report.folder, report.manifest.shards, ACCEPTANCE).to_pylist()
         fractions = [look["fraction"] for look in report.manifest.looks] or [1.0]
-        verdict = decide(config.gate, rows, report.manifest.measured, speed=measured_speed, fractions=fractions)
+        verdict = decide(
+            config.gate,
+            rows,
+            report.manifest.measured,
+            speed=measured_speed,
+            fractions=fractions,
+            drift=report.manifest.drift,
+        )
         policy, body = policy_id(config.gate), as_json(verdict)
         page = render(
             verdict,
