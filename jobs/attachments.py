@@ -112,7 +112,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def _metric_name(key: str) -> str:
     """The key in letters that MLflow takes; what had to be replaced is told apart by a hash."""
-    spelled = key.replace("≤", "le_").replace(">", "gt_").replace("=", ":")
+    spelled = key.replace("≤", "le_").replace(">", "gt_").replace("=", ":").replace("/", "_")
     plain = re.sub(r"[^A-Za-z0-9_ :-]", "_", spelled)
     return plain if plain == spelled and plain else f"{plain}_{hashlib.sha256(key.encode()).hexdigest()[:6]}"
 

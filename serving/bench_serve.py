@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -68,7 +69,8 @@ class LoadGenerator:
 
     def __exit__(self, *_: Any) -> None:
         if self._process is not None:
-            self._process.stdin.close()  # it ends with its input
+            with suppress(BrokenPipeError):  # a dead one leaves what it did not read
+                self._process.stdin.close()  # it ends with its input
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:

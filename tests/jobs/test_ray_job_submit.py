@@ -128,4 +128,4 @@ def test_a_submitted_job_does_its_work_on_the_cluster(head, config, tmp_path):
 def test_a_job_that_fails_says_why_and_fails_its_submission(head, config):
     done = submit(head, "jobs/promote.py", "--config", str(config))
     assert done.returncode == 1
-    assert "StageError" in done.stdout and "no decision yet" in done.stdout
+    assert "StageError" in done.stdout and "no challenger yet" in done.stdout
