@@ -47,7 +47,13 @@ def config(tmp_path_factory):
                 "control": True,
             },
             # A random target's replies repeat themselves, and nothing here is a claim about speed.
-            "evaluate": {"concurrency": 4, "max_tokens": 24, "max_repeat_share": 1.0, "blocks": 3, "general_prompts": 4},
+            "evaluate": {
+                "concurrency": 4,
+                "max_tokens": 24,
+                "max_repeat_share": 1.0,
+                "blocks": 3,
+                "general_prompts": 4,
+            },
             "gate": {
                 "min_lift": 0.01,
                 "min_slice_lift": 0.01,
