@@ -16,6 +16,7 @@ from pipeline import acceptance, gate
 from pipeline.artifacts import AcceptanceReport, HiddenStateCache, package_versions, verify
 from pipeline.config import Config
 from pipeline.errors import FingerprintError, StageError
+from pipeline.evidence import MAX_FAILED_SHARE
 from pipeline.fingerprint import require_same_settings
 from pipeline.gate_prompts import GatePrompts
 from pipeline.kept_sittings import KeptSittings
@@ -28,7 +29,6 @@ from pipeline.stages import Artifact, complete
 logger = logging.getLogger("slipstream")
 
 STAGE_VERSION = 2
-_MAX_FAILED_SHARE = 0.05
 # What a drafter brings along: where drafters of several shapes are compared, these are no settings of the measurement.
 _DRAFTERS_OWN = ("speculation",)
 _PLAIN = "none"
@@ -174,12 +174,12 @@ class _Comparison:
         for role in self.candidates:
             own = [row for row in rows if row["role"] == role]
             failed = sum(row["flag"] == acceptance.FAILED for row in own)
-            if failed > _MAX_FAILED_SHARE * len(own):
+            if failed > MAX_FAILED_SHARE * len(own):
                 replies = [r for s in self.sittings.values() for r in (*s.replies, *s.general_replies)]
                 errors = sorted({reply.error for reply in replies if reply.error})
                 raise TooManyFailed(
                     f"evaluate: {failed} of the {role}'s {len(own)} requests failed ({errors[:3]}), at most "
-                    f"{_MAX_FAILED_SHARE:.0%} may; see the server's log, then evaluate again"
+                    f"{MAX_FAILED_SHARE:.0%} may; see the server's log, then evaluate again"
                 )
         return sum(row["flag"] == acceptance.FAILED for row in rows)
 

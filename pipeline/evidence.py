@@ -10,7 +10,7 @@ from pipeline.criteria import Reason
 
 _COUNTS = ("num_tokens", "num_drafts", "num_accepted_tokens", "weight")
 _NAMED = 4  # so many are named, the others counted
-_MAX_FAILED_SHARE = 0.05
+MAX_FAILED_SHARE = 0.05
 
 
 def sound(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -113,14 +113,14 @@ def _failed(policy: GateConfig, rows: Sequence[Mapping[str, Any]]) -> list[Reaso
     reasons = []
     for role, own in failed.items():
         share = len(own) / sent[role]
-        message = f"{role}: {len(own)} of {sent[role]} requests failed, at most {_MAX_FAILED_SHARE:.0%} may"
-        passed, verdict = share <= _MAX_FAILED_SHARE, "cannot_say"
+        message = f"{role}: {len(own)} of {sent[role]} requests failed, at most {MAX_FAILED_SHARE:.0%} may"
+        passed, verdict = share <= MAX_FAILED_SHARE, "cannot_say"
         if role == "challenger" and (p := _p_fails_more(own, failed.get("champion", {}))) <= policy.error_rate:
             passed, verdict = False, "reject"
             message += f"; shown to be more than the champion's (p = {p:.2g})"
         if not passed:
             message += "; see the server's log"
-        reasons.append(Reason(f"failed:{role}", message, share, _MAX_FAILED_SHARE, passed, verdict, n=sent[role]))
+        reasons.append(Reason(f"failed:{role}", message, share, MAX_FAILED_SHARE, passed, verdict, n=sent[role]))
     return reasons
 
 

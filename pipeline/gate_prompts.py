@@ -67,7 +67,7 @@ def from_responses(config: Config, responses: Artifact[ResponseSet], *, block_si
     others = [row for row in rows if row["split"] != "gate"]
     general, rejects = general_rows(config, block_size=block_size)
     return GatePrompts(
-        gate=gate_rows(config, responses, block_size=block_size),
+        gate=_gate_rows(config, rows, block_size=block_size, where=responses.folder),
         general=general,
         warm_up=_warm_up(config, others),
         parents={"responses": responses.id},
@@ -96,7 +96,9 @@ def from_files(
     )
 
 
-def gate_rows(config: Config, responses: Artifact[ResponseSet], *, block_size: int) -> list[dict[str, Any]]:
+def _gate_rows(
+    config: Config, responses: Sequence[Mapping[str, Any]], *, block_size: int, where: Path
+) -> list[dict[str, Any]]:
     """The gate prompts that are served, and their token budgets (``num_tokens``): also what a walk has to cover.
 
     Left out are rows whose recorded reply is a loop, and rows with no room: within a block of the context's
@@ -104,16 +106,14 @@ def gate_rows(config: Config, responses: Artifact[ResponseSet], *, block_size: i
 
     Raises: StageError when none is left.
     """
-    table = read_tables(responses.folder, responses.manifest.shards, RESPONSES)
     rows = []
-    for row in sorted(table.to_pylist(), key=lambda row: row["row_id"]):
+    for row in sorted(responses, key=lambda row: row["row_id"]):
         loop = acceptance.is_loop(row["response_ids"], max_repeat_share=config.evaluate.max_repeat_share)
         if row["split"] == "gate" and not loop and (served := _served(config, row, block_size)):
             rows.append({**row, **served})
     if not rows:
         raise StageError(
-            f"{responses.folder}: no usable gate rows among {table.num_rows}; collect more traffic, or raise "
-            "collect.gate_share"
+            f"{where}: no usable gate rows among {len(responses)}; collect more traffic, or raise collect.gate_share"
         )
     return rows[: config.evaluate.max_prompts]
 

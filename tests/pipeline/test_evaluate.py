@@ -450,7 +450,7 @@ def test_case_74_there_is_no_evaluation_without_the_champion(config, tmp_path):
 def test_case_72_prompts_that_end_in_loops_are_not_served(config, tmp_path):
     rows = [response(i, reply=[9] * 40 if i < 3 else None) for i in range(10)]
     responses = responses_of(tmp_path, rows)
-    served = gate_prompts.gate_rows(config, responses, block_size=K + 1)
+    served = gate_prompts.from_responses(config, responses, block_size=K + 1).gate
     assert [row["row_id"] for row in served] == [f"row{i:03d}" for i in range(3, 10)]
 
 
@@ -462,14 +462,14 @@ def test_budgets_keep_clear_of_the_contexts_end(config, tmp_path):
         response(3),
         response(4, split="validation"),
     ]
-    served = gate_prompts.gate_rows(config, responses_of(tmp_path, rows), block_size=4)
+    served = gate_prompts.from_responses(config, responses_of(tmp_path, rows), block_size=4).gate
     assert {row["row_id"]: row["num_tokens"] for row in served} == {"row000": 12, "row002": 10, "row003": 25}
 
 
 def test_at_most_the_configured_prompts_are_served_and_always_the_same(config, tmp_path):
     responses = responses_of(tmp_path, list(reversed(rows_for_ten())))
     few = with_evaluate(config, max_prompts=4)
-    assert [r["row_id"] for r in gate_prompts.gate_rows(few, responses, block_size=4)] == [
+    assert [r["row_id"] for r in gate_prompts.from_responses(few, responses, block_size=4).gate] == [
         f"row{i:03d}" for i in range(4)
     ]
 
