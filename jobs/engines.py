@@ -115,6 +115,8 @@ class EnginePool:
         try:
             ray.get(self._infos[engine])
         except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.ActorDiedError) and not error.actor_init_failed:
+                return  # it came up and died before its word arrived: another may live
             self.close()
             raise StageError(f"an engine for {self._config.target.model} could not start: {_last_line(error)}")
 
