@@ -102,7 +102,13 @@ class HiddenStateCache(Manifest):
     kind: ClassVar[str] = "states"
     hidden_size: int
     num_states: int
+    states_format: str = "bf16"
+    splits: tuple[str, ...] = ("train", "validation", "gate")
+    """Whose rows it holds: a streamed run caches the held-out ones alone."""
+    storage: str | None = None
+    """Where the states files are (an object storage URI), if not beside the manifest."""
     capture_check: dict[str, float] = {}
+    """The worst of every check of the run."""
 
 
 class DrafterCheckpoint(Manifest):

@@ -78,19 +78,52 @@ class RegenerateConfig(Frozen):
     rows_per_part: int = Field(64, gt=0)
     """Prompts a committed part: what a crash can cost."""
     max_reject_share: float = Field(0.1, ge=0, le=1)
+    reuse: Literal["never", "exact"] = "never"
+    """exact: a train row whose served reply is on record by its exact ids, by this very target and with the row's own
+    sampling, is not answered again. Validation and gate rows always are."""
+    speculate: Literal["never", "champion"] = "never"
+    """champion: the drafter that serves drafts here too; replies then carry accepted drafts a step. Pays on a GPU that
+    is not full."""
+    rendering_url: str | None = None
+    """A replica of the fleet whose own rendering of three probe chats must equal ours; None asks the engine here."""
     num_engines: int = Field(1, gt=0)
     """vLLM replicas, one Ray actor each."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """GPUs that share one replica."""
+    max_num_seqs: int = Field(96, gt=0)
+    """Requests that a replica answers at a time."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of a CPU engine."""
 
 
 class CaptureConfig(Frozen):
-    """ResponseSet → HiddenStateCache."""
+    """ResponseSet → HiddenStateCache. Its parts are those of the responses (regenerate.rows_per_part)."""
 
-    rows_per_part: int = Field(64, gt=0)
+    in_pass: bool = True
+    """Keep the states while the target answers; False reads every reply once more afterwards."""
+    states_format: Literal["bf16", "int8"] = "bf16"
+    """bf16: the engine's own bits. int8: 8-bit words with a scale for each group of channels, about half the bytes."""
+    shard_bytes: int = Field(256 << 20, gt=0)
+    """A states file ends before it grows over this; a single row that is larger has one to itself."""
+    check: Literal["auto", "reference", "head"] = "auto"
+    """What the capture check compares with: a plain forward pass of the target (reference), or the engine's own next
+    tokens from the last layer's states (head). auto: the reference up to 4 GB of weights."""
+    check_every: int = Field(16, gt=0)
+    """Parts between two samples that are read again alone and compared, during a run."""
     max_check_error: float = Field(0.1, gt=0)
     """Largest relative error a row of the capture check against a reference forward pass (bf16 noise is ~0.03)."""
     max_reject_share: float = Field(0.05, ge=0, le=1)
+    max_bytes: int | None = Field(None, gt=0)
+    """Byte budget of all states under the root. Older caches are removed for a new one; a corpus that is larger than
+    the budget can only be streamed."""
+    ttl_hours: float | None = Field(None, gt=0)
+    """States older than this are removed; they can be made again from the ids."""
+    stream: bool = False
+    """Capture and train at the same time, the states as a queue of at most max_bytes between them, each row once."""
+    storage: str | None = None
+    """Object storage that finished states files are moved to (s3://bucket/prefix); readers stage them locally."""
+    staging_bytes: int = Field(8 << 30, gt=0)
+    """Disk that staged states files may take."""
 
 
 class TrainConfig(Frozen):

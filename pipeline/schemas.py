@@ -18,6 +18,11 @@ PROMPTS = pa.schema(
         ("temperature", pa.float32()),
         ("top_p", pa.float32()),
         ("max_tokens", pa.int32()),
+        ("sampling", pa.string()),  # the request's other sampling settings, canonical JSON (pipeline/sampling.py)
+        ("served_prompt_ids", pa.list_(pa.int32())),  # the served reply's exact ids, null where not on record
+        ("served_ids", pa.list_(pa.int32())),
+        ("served_finish_reason", pa.string()),
+        ("served_by", pa.string()),  # fingerprint id of the target that served it (pipeline/fingerprint.py)
         ("source", pa.string()),  # file:line of the first record it came from
     ]
 )
@@ -37,6 +42,9 @@ RESPONSES = pa.schema(
         ("top_p", pa.float32()),
         ("max_tokens", pa.int32()),  # the budget used
         ("clamped", pa.bool_()),  # the asked budget did not fit the context
+        ("sampling", pa.string()),  # further settings it was drawn with, canonical JSON
+        ("origin", pa.string()),  # target: answered here; served: a served reply, by its exact ids
+        ("accepted_per_step", pa.list_(pa.int32())),  # where a drafter speculated, else null
     ]
 )
 
@@ -50,7 +58,7 @@ CACHE = pa.schema(
         ("ids", pa.list_(pa.int32())),  # prompt + response
         ("num_prompt_tokens", pa.int32()),
         ("num_states", pa.int32()),  # len(ids) - 1: the last token is never an input
-        ("states_file", pa.string()),  # Arrow IPC file beside this table
+        ("states_file", pa.string()),  # states shard beside this table, or in the manifest's storage
         ("states_batch", pa.int32()),  # its record batch; one row a position
     ]
 )

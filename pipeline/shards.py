@@ -27,6 +27,8 @@ class Part(Frozen):
     shards: tuple[Shard, ...]
     rejects: tuple[dict[str, Any], ...] = ()
     counts: dict[str, int] = {}
+    check: dict[str, float] = {}
+    """Capture checks behind this part: the worst of each figure."""
 
 
 class PartWriter:
@@ -50,17 +52,12 @@ class PartWriter:
         rejects: Sequence[dict[str, Any]] = (),
         counts: dict[str, int] | None = None,
     ) -> None:
-        """Write the part's files (name → rows and a function that writes to a path), then commit it."""
-        shards = []
-        for name, (rows, write) in files.items():
-            temporary = self.folder / f".{name}.tmp"
-            write(temporary)
-            fsync_file(temporary)
-            publish(temporary, self.folder / name)
-            shards.append(describe_file(self.folder / name, rows=rows))
-        part = Part(shards=tuple(shards), rejects=tuple(rejects), counts=counts or {})
-        write_durably(self.folder / f"part-{index:05d}.json", part.model_dump_json(indent=1).encode())
-        self._committed[index] = part
+        """Commit a part from here; see ``commit_part``."""
+        self._committed[index] = commit_part(self.folder, index, files, rejects=rejects, counts=counts)
+
+    def reread(self) -> None:
+        """Look again for parts that other processes have committed."""
+        self._committed = {int(p.stem.split("-")[1]): _read_part(p) for p in self.folder.glob("part-*.json")}
 
     def finish(self, num_parts: int) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
         """All shards in order, rejects by reason, and summed counts; writes rejects.jsonl.
@@ -86,6 +83,33 @@ class PartWriter:
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in keep and not path.name.startswith("part-"):
                 path.unlink()
+
+
+def commit_part(
+    folder: Path,
+    index: int,
+    files: dict[str, tuple[int, Callable[[Path], None]]],
+    *,
+    rejects: Sequence[dict[str, Any]] = (),
+    counts: dict[str, int] | None = None,
+    check: dict[str, float] | None = None,
+) -> Part:
+    """Write a part's files (name → rows and a function that writes to a path), then commit it; from any process."""
+    shards = []
+    for name, (rows, write) in files.items():
+        temporary = folder / f".{name}.tmp"
+        write(temporary)
+        fsync_file(temporary)
+        publish(temporary, folder / name)
+        shards.append(describe_file(folder / name, rows=rows))
+    part = Part(shards=tuple(shards), rejects=tuple(rejects), counts=counts or {}, check=check or {})
+    write_durably(part_path(folder, index), part.model_dump_json(indent=1).encode())
+    return part
+
+
+def part_path(folder: Path, index: int) -> Path:
+    """Where a part's record is: it is there exactly when the part is committed."""
+    return Path(folder) / f"part-{index:05d}.json"
 
 
 def write_table(table: pa.Table) -> Callable[[Path], None]:
