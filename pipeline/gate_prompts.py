@@ -18,7 +18,7 @@ from pipeline.artifacts import ResponseSet, TargetFingerprint
 from pipeline.canonical import CanonicalRequest, Rejected, canonical_request
 from pipeline.config import Config
 from pipeline.errors import StageError
-from pipeline.regenerate import row_seed
+from pipeline.plan import row_seed
 from pipeline.schemas import RESPONSES
 from pipeline.shards import read_tables
 from pipeline.slices import served_slices

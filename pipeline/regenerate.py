@@ -5,11 +5,9 @@ absent when the budget did (length). Text is never encoded again: ids come from 
 rejected.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from pipeline.config import Config
 from pipeline.engines import Engines, GenerateRequest, Reply
 from pipeline.errors import StageError
 from pipeline.fingerprint import target_fingerprint
+from pipeline.plan import Planned, plan, usable_context
 from pipeline.progress import Progress
 from pipeline.render import Renderer, RenderError
 from pipeline.schemas import PROMPTS, RESPONSES
@@ -30,15 +29,6 @@ from pipeline.stages import Artifact
 STAGE, VERSION = "regenerate", 2
 
 logger = logging.getLogger("slipstream")
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A prompt that fits, and the request made of it."""
-
-    row: Mapping[str, Any]
-    request: GenerateRequest
-    clamped: bool
 
 
 def run(config: Config, prompts: Artifact[PromptSet], *, engines: Engines) -> Artifact[ResponseSet]:
@@ -76,36 +66,6 @@ def run(config: Config, prompts: Artifact[PromptSet], *, engines: Engines) -> Ar
         },
         build=build,
     )
-
-
-def usable_context(config: Config) -> int:
-    """Tokens a prompt and its reply may have together: a block less than the engine's context.
-
-    Within a block of the end vLLM stops drafting, for the whole batch, and a gate on such rows would
-    measure that instead of the drafter.
-    """
-    return config.target.max_model_len - config.drafter.block_size
-
-
-def plan(config: Config, row: Mapping[str, Any], prompt_ids: Sequence[int]) -> Planned | dict[str, Any]:
-    """The request for a row, its budget clamped to the context, or the reject when the prompt alone fills it."""
-    settings, context = config.regenerate, usable_context(config)
-    if len(prompt_ids) >= context:
-        return {"reason": "prompt_too_long", "prompt_tokens": len(prompt_ids), "usable_context": context}
-    asked = min(row["max_tokens"] or settings.max_tokens, settings.max_tokens)
-    budget = min(asked, context - len(prompt_ids))
-    temperature = row["temperature"] if settings.temperature is None else settings.temperature
-    if row["split"] != "train":
-        temperature = 0.0  # what is measured is served greedily, and the walk over it has to cover the same replies
-    request = GenerateRequest(
-        row["row_id"], tuple(prompt_ids), budget, temperature, row["top_p"], row_seed(settings.seed, row["row_id"])
-    )
-    return Planned(row, request, clamped=budget < asked)
-
-
-def row_seed(seed: int, row_id: str) -> int:
-    """The sampling seed of a row: the same in every run, and no two rows share one by their place."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{row_id}".encode()).digest()[:4], "big") >> 1
 
 
 def _build(
@@ -156,7 +116,7 @@ def _plan_part(
     items, rejects = [], []
     for row in rows:
         try:
-            found = plan(config, row, renderer.row_ids(row))
+            found = plan(config, row, renderer.row_ids(row), target_id="")
         except RenderError as error:
             found = {"reason": error.reason, "detail": error.detail}
         if isinstance(found, Planned):
