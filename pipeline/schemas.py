@@ -2,6 +2,10 @@
 
 import pyarrow as pa
 
+from pipeline.errors import SchemaError
+from pipeline.quantize import GROUP_SIZE, num_groups
+
+STATES_FORMATS = ("bf16", "int8")
 SPLITS = ("train", "validation", "gate")
 
 PROMPTS = pa.schema(
@@ -85,9 +89,23 @@ ACCEPTANCE = pa.schema(
 )
 
 
-def states_schema(num_layers: int, hidden_size: int) -> pa.Schema:
-    """One row a position: the raw 16-bit words of its states, layer after layer (no offsets to overflow)."""
-    return pa.schema(
-        [("states", pa.binary(num_layers * hidden_size * 2))],
-        metadata={"dtype": "bfloat16", "shape": f"[{num_layers}, {hidden_size}]"},
-    )
+def states_schema(num_layers: int, hidden_size: int, states_format: str = "bf16") -> pa.Schema:
+    """One row a position, layer after layer, as bytes of one width: no offsets to overflow.
+
+    bf16: the raw 16-bit words. int8: codes, and the bf16 words of the scales (pipeline/quantize.py).
+    """
+    metadata = {"format": states_format, "dtype": "bfloat16", "shape": f"[{num_layers}, {hidden_size}]"}
+    if states_format == "bf16":
+        return pa.schema([("states", pa.binary(num_layers * hidden_size * 2))], metadata=metadata)
+    if states_format == "int8":
+        columns = [
+            ("codes", pa.binary(num_layers * hidden_size)),
+            ("scales", pa.binary(num_layers * num_groups(hidden_size) * 2)),
+        ]
+        return pa.schema(columns, metadata={**metadata, "group_size": str(GROUP_SIZE)})
+    raise SchemaError(f"states of the format {states_format!r}: this Slipstream knows {', '.join(STATES_FORMATS)}")
+
+
+def bytes_per_state(num_layers: int, hidden_size: int, states_format: str = "bf16") -> int:
+    """Bytes that one position takes in a states file."""
+    return sum(field.type.byte_width for field in states_schema(num_layers, hidden_size, states_format))

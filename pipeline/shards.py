@@ -5,20 +5,27 @@ rows that were rejected. After a crash the parts that have it stand untouched; w
 folder is removed. The manifest gathers the parts, so readers never see a part that was not finished.
 """
 
+import fcntl
+import hashlib
 import json
 import os
+import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.artifacts import MANIFEST, Frozen, Shard, describe_file, publish, write_durably
+from pipeline.artifacts import MANIFEST, Frozen, Shard, describe_file, publish, sha256_file, write_durably
 from pipeline.errors import SchemaError, StageError
 
 REJECTS = "rejects.jsonl"
+
+Files = dict[str, tuple[int, Callable[[Path], str | None]]]
+"""Final name → rows, and a function that writes the file to a path; it returns the SHA-256 where it has it already."""
 
 
 class Part(Frozen):
@@ -47,7 +54,7 @@ class PartWriter:
     def commit(
         self,
         index: int,
-        files: dict[str, tuple[int, Callable[[Path], None]]],
+        files: Files,
         *,
         rejects: Sequence[dict[str, Any]] = (),
         counts: dict[str, int] | None = None,
@@ -88,23 +95,76 @@ class PartWriter:
 def commit_part(
     folder: Path,
     index: int,
-    files: dict[str, tuple[int, Callable[[Path], None]]],
+    files: Files,
     *,
     rejects: Sequence[dict[str, Any]] = (),
     counts: dict[str, int] | None = None,
     check: dict[str, float] | None = None,
 ) -> Part:
-    """Write a part's files (name → rows and a function that writes to a path), then commit it; from any process."""
-    shards = []
+    """Write a part's files, then commit it; from any process.
+
+    Of two that commit one part (one of them was taken for dead), the first counts and the other's work is dropped.
+    """
+    shards, temporaries = [], {}
     for name, (rows, write) in files.items():
-        temporary = folder / f".{name}.tmp"
-        write(temporary)
+        temporary = folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        sha256 = write(temporary) or sha256_file(temporary)
         fsync_file(temporary)
-        publish(temporary, folder / name)
-        shards.append(describe_file(folder / name, rows=rows))
+        temporaries[name] = temporary
+        shards.append(Shard(path=name, rows=rows, bytes=temporary.stat().st_size, sha256=sha256))
     part = Part(shards=tuple(shards), rejects=tuple(rejects), counts=counts or {}, check=check or {})
-    write_durably(part_path(folder, index), part.model_dump_json(indent=1).encode())
+    with _commits(folder):
+        if part_path(folder, index).exists():
+            for temporary in temporaries.values():
+                temporary.unlink()
+            return _read_part(part_path(folder, index))
+        for name, temporary in temporaries.items():
+            publish(temporary, folder / name)
+        write_durably(part_path(folder, index), part.model_dump_json(indent=1).encode())
     return part
+
+
+@contextmanager
+def _commits(folder: Path) -> Iterator[None]:
+    """One commit at a time in a folder, while files get their final names."""
+    with open(folder / "part-commits.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class HashedFile:
+    """A file that is written once, front to back, and hashed on the way: no second read to know its SHA-256."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._hash = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, body: Any) -> int:
+        """Write anything with a buffer; its bytes."""
+        size = memoryview(body).nbytes
+        self._hash.update(body)
+        self._file.write(body)
+        self.num_bytes += size
+        return size
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of what has been written."""
+        return self._hash.hexdigest()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._file.closed
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def part_path(folder: Path, index: int) -> Path:
