@@ -1,160 +1,187 @@
-"""Engines of the target as Ray actors: started at first use, restarted when they die, kept between stages."""
+"""Engines of the target on Ray Data: a row is a part's number, an actor is an engine, what comes back is a count.
+
+Ray Data starts the actors, hands each a second part before it is through with the first, brings dead ones back and
+gives their parts to them again. Which parts were begun how often is written down at a desk (jobs/engine_desk.py).
+"""
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
+import pyarrow as pa
 import ray
+import ray.data
 
-from jobs.target_engine import TargetEngine
+from jobs import engine_desk
 from pipeline.config import Config
-from pipeline.engines import Captured, CaptureRequest, EngineInfo, GenerateRequest, Reply
+from pipeline.engines import Engine, PartDone, Work
 from pipeline.errors import SlipstreamError, StageError
 
 logger = logging.getLogger("slipstream")
 
-# A batch that has taken this many engines down is given up.
+# A part that has taken this many engines down is given up.
 MAX_TRIES = 3
-MAX_NUM_SEQS = 96
-
-T = TypeVar("T")
-
-
-class EngineActor(TargetEngine):
-    """One engine in its own process. Tensors stay there: batches and paths go in, ids and counts come out."""
+# Two parts at a time keep an engine full while the longest replies of one come to their end.
+PARTS_PER_ENGINE = 2
 
 
 class EnginePool:
     """``config.regenerate.num_engines`` engines of one target; implements pipeline.engines.Engines.
 
-    Nothing starts before the first call, so a run whose stages are complete loads no model. Use it as a
-    context manager: the engines and their memory are given back at the end.
+    Every run starts its own and ends them: the next stage has the memory. A run of no parts starts none.
     """
 
-    def __init__(self, config: Config, *, target_layer_ids: Sequence[int] = ()):
-        self._config = config
-        self._layer_ids = tuple(target_layer_ids)
-        self._actors: list[Any] = []
-        self._infos: list[Any] = []
-        self.restarts = 0
-        """Engines that died and were started again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the engines."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-
-    def info(self) -> EngineInfo:
-        """The engines' common settings."""
-        return self._ask(lambda actor: actor.info.remote())
-
-    def generate(self, batches: Iterable[tuple[int, Sequence[GenerateRequest]]]) -> Iterator[tuple[int, list[Reply]]]:
-        """Every request's reply, a batch at a time, as the engines finish them."""
-        return self._spread(lambda actor, batch: actor.generate.remote(list(batch[1])), batches)
-
-    def check_capture(self, ids: Sequence[int], others: Sequence[Sequence[int]]) -> dict[str, float]:
-        """One prompt's captured states against a reference forward pass."""
-        return self._ask(lambda actor: actor.check_capture.remote(list(ids), [list(other) for other in others]))
-
-    def capture(
-        self, batches: Iterable[tuple[int, Sequence[CaptureRequest], Path]], typical_norms: Sequence[float]
-    ) -> Iterator[tuple[int, list[Captured]]]:
-        """Every row's states, written to the batch's path by the engine that computed them."""
-        norms = list(typical_norms)
-        return self._spread(lambda actor, batch: actor.capture.remote(list(batch[1]), batch[2], norms), batches)
-
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
-        return next(self._spread(lambda actor, _: call(actor), [(0,)]))[1]
-
-    def _spread(self, call: Callable[[Any, Any], Any], batches: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, T]]:
-        """Results by batch number as they finish: one batch an engine at a time, retried on another when it dies."""
-        self._start()
-        waiting, retries = iter(batches), []
-        idle = list(range(len(self._actors)))
-        running: dict[Any, tuple[int, tuple[Any, ...], int]] = {}  # reference → engine, batch, tries
-        while True:
-            while idle and (job := retries.pop() if retries else _first_try(waiting)):
-                batch, tries = job
-                engine = idle.pop()
-                running[call(self._actors[engine], batch)] = (engine, batch, tries + 1)
-            if not running:
-                return
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            engine, batch, tries = running.pop(done)
-            try:
-                result = ray.get(done)
-            except ray.exceptions.RayError as error:
-                self._revive(engine, batch[0], tries, error)
-                retries.append((batch, tries))
-            else:
-                yield batch[0], result
-            idle.append(engine)
-
-    def _start(self) -> None:
-        """Begin to load the engines; calls wait for them, and the caller's own preparations go on meanwhile."""
-        if self._actors:
-            return
-        count = self._config.regenerate.num_engines
-        logger.info("engines: starting %d for %s", count, self._config.target.model.name)
-        self._actors = [self._actor() for _ in range(count)]
-        self._infos = [actor.info.remote() for actor in self._actors]
-
-    def _require_started(self, engine: int) -> None:
-        """Raises: StageError when this engine never came up: another try would end the same way."""
-        if self.restarts:
-            return
-        try:
-            ray.get(self._infos[engine])
-        except ray.exceptions.RayError as error:
-            if isinstance(error, ray.exceptions.ActorDiedError) and not error.actor_init_failed:
-                return  # it came up and died before its word arrived: another may live
-            self.close()
-            raise StageError(f"an engine for {self._config.target.model} could not start: {_last_line(error)}")
-
-    def _actor(self) -> Any:
-        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        remote = ray.remote(EngineActor).options(num_cpus=1, num_gpus=1 if has_gpu else 0)
-        target = self._config.target
-        return remote.remote(
+    def __init__(self, config: Config, *, target_layer_ids: Sequence[int] = (), drafter: Path | None = None):
+        settings, target = config.regenerate, config.target
+        self._num_engines, self._model = settings.num_engines, target.model
+        self._gpus_per_engine = settings.tensor_parallel_size
+        self._start: Callable[[], Engine] = partial(
+            _load_target,
             target.model,
             dtype=target.dtype,
             max_model_len=target.max_model_len,
-            target_layer_ids=self._layer_ids,
-            kv_cache_gib=self._config.regenerate.kv_cache_gib,
-            max_num_seqs=MAX_NUM_SEQS,
-            num_threads=max(1, len(os.sched_getaffinity(0)) // self._config.regenerate.num_engines),
+            target_layer_ids=tuple(target_layer_ids),
+            drafter=drafter,
+            kv_cache_gib=settings.kv_cache_gib,
+            max_num_seqs=settings.max_num_seqs,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            num_threads=max(1, len(os.sched_getaffinity(0)) // settings.num_engines),
         )
 
-    def _revive(self, engine: int, batch: int, tries: int, error: ray.exceptions.RayError) -> None:
-        """Put a new engine in a failed one's place. Raises: the engine's own SlipstreamError, or StageError."""
-        if isinstance(cause := getattr(error, "cause", None), SlipstreamError):
-            raise cause
-        self._require_started(engine)
-        if tries >= MAX_TRIES:
+    def run(self, work: Work, parts: Sequence[int]) -> Generator[PartDone, None, None]:
+        """The parts as they are done, in any order. Closing it ends the engines.
+
+        Raises: the SlipstreamError that the work raised; StageError when an engine cannot start, or a part takes down
+        one engine after another.
+        """
+        if not parts:
+            return
+        logger.info("engines: starting %d for %s", num := min(self._num_engines, len(parts)), self._model.name)
+        desk = engine_desk.open_desk()
+        rows = self._dataset(work, parts, desk, num).iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=0
+        )
+        results = iter(rows)
+        try:
+            for batch in results:
+                yield _done(pickle.loads(batch.column("result")[0].as_py()))
+        except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
             raise StageError(
-                f"batch {batch} failed on {tries} engines in a row, last with: {_last_line(error)}. Committed parts "
-                "stand; look at the engine's log, then run the stage again"
+                f"the engines' run broke off: {_last_line(error)}. Committed parts stand; look at Ray's log, then run "
+                "the stage again"
             )
-        logger.warning(
-            "engines: engine %d failed in batch %d (%s); starting it again", engine, batch, _last_line(error)
-        )
-        ray.kill(self._actors[engine])
-        self._actors[engine] = self._actor()
-        self.restarts += 1
+        finally:
+            del rows, results  # Ray Data lets go of the engines
+            if left := engine_desk.end_engines(desk):
+                logger.warning("engines: processes %s have not ended, and hold their memory", left)
+
+    def _dataset(self, work: Work, parts: Sequence[int], desk: Any, num_engines: int) -> "ray.data.Dataset":
+        with ray.data.DataContext.current(_quiet_context()):
+            return ray.data.from_blocks([pa.table({"part": [index]}) for index in parts]).map_batches(
+                EngineActor,
+                fn_constructor_args=(self._start, work, desk, str(self._model)),
+                batch_size=1,
+                batch_format="pyarrow",
+                compute=ray.data.ActorPoolStrategy(
+                    size=num_engines,
+                    max_tasks_in_flight_per_actor=PARTS_PER_ENGINE,
+                    max_concurrent_calls_per_actor=PARTS_PER_ENGINE,
+                    enable_true_multi_threading=True,
+                ),
+                num_cpus=1,
+                num_gpus=self._gpus_per_engine if ray.cluster_resources().get("GPU", 0) > 0 else 0,
+            )
 
 
-def _first_try(waiting: Iterator[tuple[Any, ...]]) -> tuple[tuple[Any, ...], int] | None:
-    batch = next(waiting, None)
-    return None if batch is None else (batch, 0)
+class EngineActor:
+    """One engine in its own process. What goes wrong on purpose is returned: what is raised, Ray would try for ever."""
+
+    def __init__(self, start: Callable[[], Engine], work: Work, desk: Any, model: str):
+        self._start, self._work, self._desk, self._model = start, work, desk, model
+        self._starting, self._suspects = threading.Lock(), threading.Lock()
+        self._ready: tuple[Engine, Any] | None = None
+        self._refusal: SlipstreamError | None = None
+        here = ray.get_runtime_context()
+        ray.get(desk.greet.remote(here.current_actor, here.get_node_id(), os.getpid()))
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """The part's PartDone, or the SlipstreamError that ends the run, pickled."""
+        index = batch.column("part")[0].as_py()
+        # One of the parts that an engine died over is to blame. They are begun one at a time, so that it is found.
+        with self._suspects if ray.get(self._desk.tries.remote(index)) else nullcontext():
+            result = self._part(index)
+        return pa.table({"result": [pickle.dumps(result)]})
+
+    def _part(self, index: int) -> PartDone | SlipstreamError:
+        tries, last = ray.get(self._desk.begin.remote(index))
+        if tries > MAX_TRIES:
+            return StageError(
+                f"part {index} took down {MAX_TRIES} engines in a row, last with: {last}. Committed parts stand; look "
+                "at the engine's log, then run the stage again"
+            )
+        if tries > 1:
+            logger.warning("engines: an engine died over part %d (%s); try %d", index, last, tries)
+        try:
+            engine, begun = self._started()
+            return replace(self._work.part(engine, index, begun), tries=tries)
+        except SlipstreamError as error:
+            return error
+        except Exception as error:
+            # The engine is in no known state: a new process takes its place and is given its parts.
+            logger.exception("engines: part %d", index)
+            ray.get(self._desk.fault.remote(index, _last_line(error)))
+            os._exit(1)
+
+    def _started(self) -> tuple[Engine, Any]:
+        """The engine, and what the work's beginning made of it. Raises: SlipstreamError, once and for all."""
+        with self._starting:
+            if self._refusal:
+                raise self._refusal
+            if self._ready is None:
+                try:
+                    engine = self._load()
+                    self._ready = engine, self._work.begin(engine)
+                except SlipstreamError as error:
+                    self._refusal = error
+                    raise
+            return self._ready
+
+    def _load(self) -> Engine:
+        try:
+            return self._start()
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            logger.exception("engines: loading %s", self._model)
+            raise StageError(f"an engine for {self._model} could not start: {_last_line(error)}")
+
+
+def _load_target(model: Path, **settings: Any) -> Engine:
+    from jobs.target_engine import TargetEngine
+
+    return TargetEngine(model, **settings)
+
+
+def _done(result: PartDone | SlipstreamError) -> PartDone:
+    if isinstance(result, SlipstreamError):
+        raise result
+    return result
+
+
+def _quiet_context() -> "ray.data.DataContext":
+    """Ray Data's settings without its own progress: the stages log theirs."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    return context
 
 
 def _last_line(error: Exception) -> str:
