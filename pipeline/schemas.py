@@ -64,6 +64,7 @@ CACHE = pa.schema(
         ("num_states", pa.int32()),  # len(ids) - 1: the last token is never an input
         ("states_file", pa.string()),  # states shard beside this table, or in the manifest's storage
         ("states_batch", pa.int32()),  # its record batch; one row a position
+        ("digest", pa.string()),  # of the last position's states: two inputs never share one
     ]
 )
 
