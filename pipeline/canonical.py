@@ -5,23 +5,27 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import sampling
+from pipeline.errors import Rejected
 from pipeline.slices import collected_slices
-
-
-class Rejected(Exception):
-    """A record that cannot become a prompt; the message is the reason, counted and never quoting text."""
 
 
 @dataclass(frozen=True)
 class CanonicalRequest:
-    """What the target saw and how its answer was drawn. Nested values are canonical JSON strings."""
+    """What the target saw and how its answer was drawn. Nested values are JSON strings.
+
+    Messages and tools keep the order of the request's own keys: templates write tools out as they come.
+    """
 
     messages: str
     tools: str | None
     template_args: str
-    temperature: float
-    top_p: float
+    temperature: float | None
+    """None, as top-p's: the request named none, and the target's server took its own."""
+    top_p: float | None
     max_tokens: int | None
+    sampling: str
+    """Its other sampling settings (pipeline/sampling.py)."""
     slice: str
     slices: str
     """Every group it is in, as canonical JSON: dimension → value."""
@@ -30,8 +34,11 @@ class CanonicalRequest:
 
     @property
     def prompt(self) -> str:
-        """What makes two requests the same prompt: everything that the chat template renders."""
-        return canonical_json([self.messages, self.tools, self.template_args])
+        """What makes two requests the same prompt: all that the chat template renders, and what the reply must fit."""
+        tools = None if self.tools is None else canonical_json(json.loads(self.tools))
+        what = [canonical_json(json.loads(self.messages)), tools, self.template_args]
+        structured = json.loads(self.sampling).get("structured_outputs")
+        return canonical_json(what if structured is None else [*what, exact_json(structured)])
 
 
 # How proxies mark what they cut: "... (truncated 800 chars) ...", "[base64 image/png truncated]", "...[truncated]".
@@ -41,7 +48,6 @@ _TRUNCATED = re.compile(
     r"|(?:\.\.\.|…)\s*[(\[<]truncated[)\]>]\s*$",
     re.IGNORECASE,
 )
-_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def canonical_json(value: Any) -> str:
@@ -49,11 +55,21 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
+def exact_json(value: Any) -> str:
+    """The JSON text of a value in its own order, without spaces. Raises: ValueError for NaN and infinities."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def canonical_request(body: dict[str, Any]) -> CanonicalRequest:
     """The canonical form of a tap record, an OpenAI-style log record or a line of a prompt file.
 
     Sampling settings are read from ``params`` where there is one, else from the record itself. The logged
     reply is never read: the target answers again.
+
+    A record is one request, and its answer is the turn that is missing at its end. In a tap's log every turn of a
+    conversation is a request of its own, with the prompt that the server really saw then; a line of a prompt file
+    asks for its last turn alone. Earlier turns aren't asked again from the middle of a record: a template that drops
+    old reasoning would render prompts that no server ever saw.
 
     Raises: Rejected with the reason.
     """
@@ -64,12 +80,13 @@ def canonical_request(body: dict[str, Any]) -> CanonicalRequest:
     slices = collected_slices(body, route=route, messages=messages, template_args=template_args)
     try:
         request = CanonicalRequest(
-            messages=canonical_json(messages),
+            messages=exact_json(messages),
             tools=_tools(body.get("tools", params.get("tools"))),
             template_args=canonical_json(template_args),
-            temperature=_number(params, "temperature", default=1.0, low=0.0),
-            top_p=_number(params, "top_p", default=1.0, low=0.0),
+            temperature=sampling.number(params, "temperature", low=0.0, high=2.0),
+            top_p=sampling.number(params, "top_p", low=0.0, high=1.0),
             max_tokens=_max_tokens(params),
+            sampling=sampling.as_text(sampling.settings_of(params)),
             slice=route,
             slices=canonical_json(slices),
             subject=_subject(body, messages),
@@ -89,20 +106,8 @@ def _require_supported(body: dict[str, Any], params: dict[str, Any]) -> None:
     route = str(body.get("route") or "")
     if "messages" not in body and route.endswith("completions") and "chat" not in route:
         raise Rejected("unsupported_raw_prompt")
-    if params.get("n") not in (None, 1):
-        raise Rejected("unsupported_n")
-    if params.get("logit_bias"):
-        raise Rejected("unsupported_logit_bias")
-    if any(params.get(name) for name in _STRUCTURED) or _is_structured(params.get("response_format")):
-        raise Rejected("unsupported_structured_output")
-    if params.get("tool_choice") not in (None, "auto", "none"):
-        raise Rejected("unsupported_tool_choice")
-    if params.get("chat_template") or params.get("continue_final_message"):
-        raise Rejected("unsupported_chat_template")
-
-
-def _is_structured(response_format: Any) -> bool:
-    return bool(response_format) and not (isinstance(response_format, dict) and response_format.get("type") == "text")
+    if any(body.get(name) or params.get(name) for name in ("lora_name", "adapter")):
+        raise Rejected("unsupported_adapter")
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -152,23 +157,17 @@ def _tools(tools: Any) -> str | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Rejected("malformed_tools")
-    return canonical_json(tools)
+    return exact_json(tools)
 
 
 def _template_args(params: dict[str, Any]) -> dict[str, Any]:
     arguments = params.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise Rejected("malformed_template_args")
+    if effort := params.get("reasoning_effort"):
+        # As vLLM's chat route: the effort is an argument of the template, and switches thinking on or off.
+        return {"enable_thinking": effort != "none", **arguments, "reasoning_effort": effort}
     return arguments
-
-
-def _number(params: dict[str, Any], name: str, *, default: float, low: float) -> float:
-    value = params.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < float("inf"):
-        raise Rejected(f"malformed_{name}")
-    return float(value)
 
 
 def _max_tokens(params: dict[str, Any]) -> int | None:

@@ -11,29 +11,34 @@ import pyarrow as pa
 
 from pipeline import stages
 from pipeline.artifacts import PromptSet, package_versions
-from pipeline.canonical import CanonicalRequest, Rejected, canonical_request
+from pipeline.canonical import CanonicalRequest, canonical_request
 from pipeline.config import CollectConfig, Config
-from pipeline.errors import ConfigError, StageError
+from pipeline.errors import ConfigError, Rejected, StageError
+from pipeline.on_record import ServedReply, served_reply
 from pipeline.schemas import PROMPTS, SPLITS
 from pipeline.shards import PartWriter, write_table
 from pipeline.sources import Record, Source, Unreadable, find_sources, read_records
 from pipeline.split import SplitKey, load_key, split_of
 
-STAGE, VERSION = "collect", 2
+STAGE, VERSION = "collect", 3
 
 # Policy at work, not damage: these records don't count towards max_reject_share.
-_BY_POLICY = ("no_consent",)
+_BY_POLICY = ("no_consent", "unsupported_adapter")
 
 logger = logging.getLogger("slipstream")
 
 
 @dataclass
 class _Prompt:
-    """A distinct prompt and the occurrence that stands for all: the smallest, so that no order matters."""
+    """A distinct prompt and the occurrence that stands for all: the smallest, so that no order matters.
+
+    Its sampling and its served reply are that occurrence's; what others drew with differently only adds to the weight.
+    """
 
     weight: int
     first: tuple[str, str, int]  # conversation, file, line
     request: CanonicalRequest
+    served: ServedReply | None
 
 
 @dataclass
@@ -78,7 +83,7 @@ def run(config: Config, *, key: SplitKey | None = None) -> stages.Artifact[Promp
 
 def _build(config: Config, key: SplitKey, sources: list[Source], *, folder: Path, derivation: str) -> PromptSet:
     settings = config.collect
-    collected = _read(sources, key, consent=settings.consent)
+    collected = _read(sources, key, settings)
     _require_few_rejects(collected, settings.max_reject_share)
     rows = _rows(collected.prompts, key, settings)
     counts = {
@@ -87,6 +92,7 @@ def _build(config: Config, key: SplitKey, sources: list[Source], *, folder: Path
         "distinct_prompts": len(collected.prompts),
         "prompts": len(rows),
         **{split: sum(row["split"] == split for row in rows) for split in SPLITS},
+        "with_served_ids": sum(row["served_ids"] is not None for row in rows),
     }
     writer = PartWriter(folder)
     if not writer.is_done(0):
@@ -106,7 +112,7 @@ def _build(config: Config, key: SplitKey, sources: list[Source], *, folder: Path
     )
 
 
-def _read(sources: Iterable[Source], key: SplitKey, *, consent: str) -> _Collected:
+def _read(sources: Iterable[Source], key: SplitKey, settings: CollectConfig) -> _Collected:
     collected = _Collected()
     for source in sources:
         for record in read_records(source):
@@ -115,8 +121,10 @@ def _read(sources: Iterable[Source], key: SplitKey, *, consent: str) -> _Collect
                 collected.rejects.append(_reject(record, record.reason, offset=record.offset, error=record.error))
                 continue
             try:
-                if consent == "recorded" and record.body.get("consent") != "recorded":
+                if settings.consent == "recorded" and record.body.get("consent") != "recorded":
                     raise Rejected("no_consent")
+                if settings.served_models and record.body.get("model") not in settings.served_models:
+                    raise Rejected("unsupported_adapter")
                 _add(collected.prompts, key, record, canonical_request(record.body))
             except Rejected as error:
                 collected.rejects.append(_reject(record, str(error), id=_own_id(record)))
@@ -128,11 +136,11 @@ def _add(prompts: dict[str, _Prompt], key: SplitKey, record: Record, request: Ca
     first = (key.hash("conversation", request.subject), record.file, record.line)
     known = prompts.get(row_id)
     if known is None:
-        prompts[row_id] = _Prompt(1, first, request)
+        prompts[row_id] = _Prompt(1, first, request, served_reply(record.body))
         return
     known.weight += 1
     if first < known.first:
-        known.first, known.request = first, request
+        known.first, known.request, known.served = first, request, served_reply(record.body)
 
 
 def _rows(prompts: dict[str, _Prompt], key: SplitKey, settings: CollectConfig) -> list[dict[str, Any]]:
@@ -142,6 +150,8 @@ def _rows(prompts: dict[str, _Prompt], key: SplitKey, settings: CollectConfig) -
     for row_id in ranked:
         prompt, request = prompts[row_id], prompts[row_id].request
         conversation, file, line = prompt.first
+        # A reply to a prompt that redaction changed is none to the prompt that is kept.
+        served = prompt.served if settings.redaction == "none" else None
         shares = {"gate_share": settings.gate_share, "validation_share": settings.validation_share}
         rows.append(
             {
@@ -157,6 +167,11 @@ def _rows(prompts: dict[str, _Prompt], key: SplitKey, settings: CollectConfig) -
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "max_tokens": request.max_tokens,
+                "sampling": request.sampling,
+                "served_prompt_ids": served and served.prompt_ids,
+                "served_ids": served and served.ids,
+                "served_finish_reason": served and served.finish_reason,
+                "served_by": served and served.target,
                 "source": f"{file}:{line}",
             }
         )

@@ -59,6 +59,9 @@ class CollectConfig(Frozen):
     """recorded: only records that carry consent. allow_all must be typed out."""
     redaction: Literal["required", "none"] = "required"
     """No redactor ships yet: collecting needs "none", typed out, by someone who may say so."""
+    served_models: tuple[str, ...] = ()
+    """Names that the target itself is served by; a request of another one is an adapter's, and a counted reject. Empty
+    takes every name for the target's."""
     validation_share: float = Field(0.1, gt=0, lt=1)
     gate_share: float = Field(0.25, gt=0, lt=1)
     max_prompts: int | None = None

@@ -23,3 +23,7 @@ class StageError(SlipstreamError):
 
 class SwapError(SlipstreamError):
     """A drafter was refused or a swap did not take; the old drafter serves."""
+
+
+class Rejected(Exception):
+    """A record that cannot become a prompt; the message is the reason, counted and never quoting text."""

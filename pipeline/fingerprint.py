@@ -38,6 +38,12 @@ def target_fingerprint(model: Path, *, dtype: str, target_layer_ids: Sequence[in
     )
 
 
+def fingerprint_id(fingerprint: TargetFingerprint) -> str:
+    """The one name of a target as it is served, whatever layers are read of it: `slipstream status` prints it."""
+    identity = fingerprint.model_dump(mode="json", exclude={"target_layer_ids"})
+    return _short(json.dumps(identity, sort_keys=True).encode())
+
+
 def require_same_settings(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> None:
     """Raises: FingerprintError naming every setting that differs between two measurements, with both values."""
     different = [

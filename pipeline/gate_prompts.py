@@ -15,9 +15,9 @@ from typing import Any
 
 from pipeline import acceptance
 from pipeline.artifacts import ResponseSet, TargetFingerprint
-from pipeline.canonical import CanonicalRequest, Rejected, canonical_request
+from pipeline.canonical import CanonicalRequest, canonical_request
 from pipeline.config import Config
-from pipeline.errors import StageError
+from pipeline.errors import Rejected, StageError
 from pipeline.plan import row_seed
 from pipeline.schemas import RESPONSES
 from pipeline.shards import read_tables

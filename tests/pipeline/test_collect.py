@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import collect
-from pipeline.canonical import Rejected, canonical_request
+from pipeline.canonical import canonical_request
 from pipeline.config import load_config
-from pipeline.errors import ConfigError, StageError
+from pipeline.errors import ConfigError, Rejected, StageError
 from pipeline.schemas import PROMPTS
 from pipeline.shards import read_tables
 
@@ -137,6 +137,8 @@ def test_what_cannot_be_asked_again_is_rejected_by_its_reason(run):
         user("several", n=2),
         user("biased", params={"logit_bias": {"5": -100}}),
         user("json", response_format={"type": "json_schema"}),
+        user("forced", tools=TOOLS, tool_choice="required"),
+        user("adapter", lora_name="mails-3"),
         {"consent": "recorded", "route": "completions", "prompt": "Once upon"},
         {"consent": "recorded", "messages": [{"role": "system", "content": "s"}]},
         {"consent": "recorded", "messages": "hello"},
@@ -149,14 +151,16 @@ def test_what_cannot_be_asked_again_is_rejected_by_its_reason(run):
         "unsupported_content": 1,
         "unsupported_n": 1,
         "unsupported_logit_bias": 1,
-        "unsupported_structured_output": 1,
+        "malformed_response_format": 1,
+        "unsupported_tool_choice": 1,
+        "unsupported_adapter": 1,
         "unsupported_raw_prompt": 1,
         "no_user_turn": 1,
         "malformed_messages": 1,
         "malformed_temperature": 1,
         "not_unicode": 1,
     }
-    assert [r["line"] for r in rejects] == list(range(2, 11))
+    assert [r["line"] for r in rejects] == list(range(2, 13))
 
 
 def test_too_many_rejects_stop_the_stage_but_missing_consent_does_not(run):
@@ -234,8 +238,111 @@ def test_sampling_settings_come_from_params_or_from_the_record():
     log = canonical_request({**message, "temperature": 0.25, "max_completion_tokens": 12})
     bare = canonical_request({"prompt": "a"})
     assert (tap.temperature, tap.top_p, tap.max_tokens) == (0.0, 0.5, 7)
-    assert (log.temperature, log.top_p, log.max_tokens) == (0.25, 1.0, 12)
-    assert (bare.temperature, bare.max_tokens) == (1.0, None)
+    assert (log.temperature, log.top_p, log.max_tokens) == (0.25, None, 12)
+    # What a request doesn't say is the target's server's to say, and not 1.0.
+    assert (bare.temperature, bare.top_p, bare.max_tokens, bare.sampling) == (None, None, None, "{}")
     assert tap.messages == log.messages == bare.messages
     with pytest.raises(Rejected, match="malformed_max_tokens"):
         canonical_request({**message, "max_tokens": "many"})
+
+
+def test_the_same_prompt_under_another_constraint_of_its_reply_is_another_row_and_other_sampling_is_not(run):
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    records = [
+        user("same"),
+        user("same", top_k=20),
+        user("same", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+        user("same", params={"structured_outputs": {"json": json.dumps(schema)}}),
+        user("same", guided_json=schema, temperature=0.5),
+    ]
+    rows = run({"a.jsonl": records})[0]
+    assert sorted((row["weight"], row["sampling"]) for row in rows) == [
+        (2, "{}"),
+        (3, '{"structured_outputs":{"json":{"type":"object","properties":{"b":{},"a":{}}}}}'),
+    ]
+
+
+def test_equal_prompts_are_drawn_as_the_first_record_of_them_was(run):
+    records = [user("same", subject="s", top_k=k, temperature=k / 10) for k in (5, 3, 9)]
+    (row,) = run({"a.jsonl": records})[0]
+    assert (row["weight"], row["sampling"], row["source"]) == (3, '{"top_k":5}', "a.jsonl:1")
+    assert row["temperature"] == pytest.approx(0.5)
+
+
+def test_row_ids_of_plain_requests_are_what_they_were(run):
+    rows = run({"a.jsonl": [user("a"), user("b", tools=TOOLS, chat_template_kwargs={"enable_thinking": False})]})[0]
+    assert {row["row_id"] for row in rows} == {
+        "33bcefeb479ecef41637ea8af5b0c4ea",
+        "323a1c26da9d3f05f82df544d660f5f7",
+    }
+
+
+def test_tools_keep_the_order_of_their_keys_since_templates_write_them_out(run):
+    parameters = {"type": "object", "properties": {"zone": {"type": "string"}, "city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "time", "description": "d", "parameters": parameters}}
+    (row,) = run({"a.jsonl": [user("when?", tools=[tool])]})[0]
+    assert row["tools"] == json.dumps([tool], separators=(",", ":"))
+
+
+def test_the_effort_of_reasoning_reaches_the_template_as_the_chat_route_hands_it_over():
+    ask = {"messages": [{"role": "user", "content": "a"}]}
+    assert json.loads(canonical_request({**ask, "reasoning_effort": "none"}).template_args) == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+    }
+    own = {**ask, "reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
+    assert json.loads(canonical_request(own).template_args) == {"reasoning_effort": "high", "enable_thinking": False}
+
+
+def test_a_request_of_another_model_than_those_that_are_the_target_is_an_adapters(run):
+    records = [user("a", model="target"), user("b", model="target-lora"), user("c")]
+    rows, artifact, _ = run({"a.jsonl": records}, overrides=['collect.served_models=["target"]'])
+    assert [json.loads(row["messages"])[0]["content"] for row in rows] == ["a"]
+    assert artifact.manifest.rejects == {"unsupported_adapter": 2}
+    assert len(run({"a.jsonl": records})[0]) == 3
+
+
+def served(text, *, reply=None, **choice):
+    choice = {"index": 0, "text": "t", "finish_reason": "stop", "token_ids": [7, 8, 1], **choice}
+    response = {"text": "t", "prompt_token_ids": [0, 3, 4], "usage": {"completion_tokens": 3}, "choices": [choice]}
+    return user(text, target="f00d", response={**response, **(reply or {})})
+
+
+def test_a_served_replys_exact_ids_stay_with_its_prompt(run):
+    (row,) = run({"a.jsonl": [served("a")]})[0]
+    assert (row["served_prompt_ids"], row["served_ids"]) == ([0, 3, 4], [7, 8, 1])
+    assert (row["served_finish_reason"], row["served_by"]) == ("stop", "f00d")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        user("no reply"),
+        user("text alone", target="f00d", response={"text": "t", "choices": [{"text": "t", "finish_reason": "stop"}]}),
+        {**served("unnamed target"), "target": None},
+        served("no prompt ids", reply={"prompt_token_ids": None}),
+        served("two", reply={"choices": [{"token_ids": [1], "finish_reason": "stop"}] * 2}),
+        served("one id fewer than were counted", token_ids=[7, 8]),
+        served("no numbers", token_ids=[7, "8", 1]),
+        served("negative", token_ids=[7, -8, 1]),
+        served("a flag", token_ids=[7, True, 1]),
+        served("aborted", finish_reason="abort"),
+        served("odd", finish_reason=["stop"]),
+    ],
+)
+def test_case_6_a_reply_without_its_exact_ids_is_not_on_record(run, record):
+    (row,) = run({"a.jsonl": [record]})[0]
+    assert [row[name] for name in row if name.startswith("served_")] == [None] * 4
+
+
+def test_case_51_every_assistant_turn_is_the_answer_to_a_row_of_its_own_and_a_file_line_asks_for_its_last(run):
+    turns = [{"role": "user", "content": "1+1?"}]
+    turns += [
+        {"role": "assistant", "content": "2", "reasoning": "one and one"},
+        {"role": "user", "content": "and 2+2?"},
+    ]
+    rows = run({"a.jsonl": [user("", messages=turns[:1]), user("", messages=turns)]})[0]
+    assert sorted((json.loads(row["messages"]) for row in rows), key=len) == [turns[:1], turns]
+    whole = [*turns, {"role": "assistant", "content": "4"}]
+    (row,) = run({"a.jsonl": [user("", messages=whole)]})[0]
+    assert json.loads(row["messages"]) == turns

@@ -1,0 +1,48 @@
+"""The served reply that a record holds by its exact ids, which may stand for an answer of the target.
+
+Text is never encoded again, so a record without ids, as most logs are, has no such reply. A client gets ids by asking
+for them (``return_token_ids``), and the tap then writes them down with the target's fingerprint id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServedReply:
+    """One served exchange, as ids."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    finish_reason: str
+    """stop or length."""
+    target: str
+    """Fingerprint id of the target that served it (pipeline/fingerprint.py)."""
+
+
+def served_reply(body: Mapping[str, Any]) -> ServedReply | None:
+    """The reply on record; None where anything of it is absent, malformed or ambiguous.
+
+    A reply that was read as tool calls ended at its end token like any other ("tool_calls" is what the route makes of
+    that), and its ids are checked for it before they are used (pipeline/plan.py).
+    """
+    response = body.get("response")
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        return None
+    prompt_ids, ids = _token_ids(response.get("prompt_token_ids")), _token_ids(choices[0].get("token_ids"))
+    reason = choices[0].get("finish_reason")
+    reason = "stop" if reason == "tool_calls" else reason
+    target, usage = body.get("target"), response.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    whole = prompt_ids and ids and counted in (None, len(ids))
+    if not whole or reason not in ("stop", "length") or not isinstance(target, str) or not target:
+        return None
+    return ServedReply(prompt_ids, ids, reason, target)
+
+
+def _token_ids(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        return None
+    return tuple(value)
