@@ -1,26 +1,23 @@
-"""The target on vLLM, in this process: exact ids in, exact ids and hidden states out."""
+"""The target on vLLM, in this process: exact ids in, exact ids and hidden states out, in one pass."""
 
+import asyncio
+import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from pipeline.capture_check import compare
-from pipeline.engines import Captured, CaptureRequest, EngineInfo, GenerateRequest, Reply
+from jobs.engine_calls import Asked, Finished, SharedEngine
+from jobs.engine_check import Probe, check_by_head, check_by_reference, choose_check
+from jobs.engine_rows import RowStates, capture_args
+from jobs.engine_sampling import reply_params
+from pipeline.engines import Captured, CaptureRequest, EngineInfo, GenerateRequest, Reply, StatesSink
 from pipeline.errors import StageError
-from pipeline.states import RowFault, StatesWriter, find_fault, last_state_digest
 
 logger = logging.getLogger("slipstream")
 
-# A row whose states have holes is run once more before it is given up.
-CAPTURE_TRIES = 2
-# States of rows that this engine answers are kept for a capture that follows, up to this many bytes.
-KEEP_BYTES = 2 << 30
-_KEPT = "answered:"
 MIN_BATCHED_TOKENS = 4096
 
 
@@ -30,7 +27,7 @@ def set_engine_environment(*, num_threads: int) -> None:
         {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: seconds instead of a minute
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # capture reads the V1 runner's state
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # capture has been run on the V1 runner alone
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(num_threads),  # Ray sets one
@@ -43,7 +40,11 @@ def set_engine_environment(*, num_threads: int) -> None:
 
 
 class TargetEngine:
-    """A vLLM engine of the target that can capture the outputs of some decoder layers."""
+    """A vLLM engine of the target that can capture the outputs of some decoder layers. Implements pipeline Engine.
+
+    ``drafter``: a drafter's folder, which then drafts for replies here. ``check``: what the capture check compares
+    with (CaptureConfig.check).
+    """
 
     def __init__(
         self,
@@ -52,6 +53,9 @@ class TargetEngine:
         dtype: str,
         max_model_len: int,
         target_layer_ids: Sequence[int] = (),
+        drafter: Path | None = None,
+        check: Literal["auto", "reference", "head"] = "auto",
+        tensor_parallel_size: int = 1,
         kv_cache_gib: float = 1.0,
         max_num_seqs: int = 64,
         num_threads: int = 2,
@@ -73,20 +77,23 @@ class TargetEngine:
             } | engine_args
         self._model = Path(model)
         self._layer_ids = tuple(target_layer_ids)
+        self._check = choose_check(check, self._model)
         self._llm = LLM(
             model=str(model),
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            tensor_parallel_size=tensor_parallel_size,
             enforce_eager=True,
             disable_log_stats=True,
             worker_cls=WORKER_CLASS,
             additional_config={LAYERS_KEY: list(self._layer_ids)},
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
+            **_speculation(drafter),
             **engine_args,
         )
+        self._shared = SharedEngine(self._llm)
         self._load_seconds = time.monotonic() - started
-        self._kept: dict[str, tuple[int, ...]] = {}  # row id → the ids whose states the worker keeps
 
     def info(self) -> EngineInfo:
         """What this engine is."""
@@ -104,166 +111,108 @@ class TargetEngine:
             vllm_version=vllm.__version__,
         )
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Reply]:
-        """A reply for every request; one that cannot be answered says why, and troubles no other."""
-        replies, running = {}, {}
-        for number, request in enumerate(requests):
-            if error := self._add(str(number), request.prompt_ids, self._sampling(request)):
-                self._kept.pop(request.row_id, None)
-                replies[request.row_id] = Reply(request.row_id, error=error)
-            else:
-                running[str(number)] = request
-        for request_id, completion in self._run():
-            row_id = running.pop(request_id).row_id
-            ids, reason = tuple(completion.token_ids), completion.finish_reason
-            if reason not in ("stop", "length") or not ids:
-                replies[row_id] = Reply(row_id, error=f"finish reason {reason!r} with {len(ids)} token ids")
-            else:
-                replies[row_id] = Reply(row_id, ids, reason)
-                if row_id in self._kept:
-                    self._kept[row_id] = (*self._kept[row_id], *ids)
-        return [replies[request.row_id] for request in requests]
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, states: StatesSink | None = None
+    ) -> tuple[list[Reply], list[Captured]]:
+        """A reply for every request; one that cannot be answered says why, and troubles no other.
 
-    def capture(self, requests: Sequence[CaptureRequest], path: Path, typical_norms: Sequence[float]) -> list[Captured]:
-        """Write every sound row's states to an Arrow file at ``path``; say where they are, or what was wrong."""
-        results: dict[str, Captured] = {}
-        hidden_size = self.info().hidden_size
-        with StatesWriter(path, num_layers=len(self._layer_ids), hidden_size=hidden_size) as writer:
-            for request, words, fault in self._states(requests):
-                fault = fault or find_fault(words, num_states=len(request.ids) - 1, typical_norms=typical_norms)
-                if fault:
-                    results[request.row_id] = Captured(request.row_id, reason=fault.reason, detail=fault.detail)
-                else:
-                    batch = writer.append(words)
-                    results[request.row_id] = Captured(request.row_id, batch, last_state_digest(words))
-        return [results[request.row_id] for request in requests]
+        With ``states``, what became of the states of every row that has a reply, in the requests' order.
+        """
+        replies: dict[str, Reply] = {}
+        with self._shared.call() as call:
+            rows = RowStates(call, states) if states is not None else None
+            asked: dict[str, GenerateRequest] = {}
+            adding = []
+            for request in requests:
+                key = call.new_key()
+                try:
+                    params = self._params(request, capture_args(key) if rows else None)
+                except (ValueError, TypeError) as error:
+                    replies[request.row_id] = Reply(request.row_id, error=f"{type(error).__name__}: {error}"[:300])
+                    continue
+                asked[key] = request
+                adding.append(Asked(key, request.prompt_ids, params, captured=rows is not None))
+            for key, error in call.add(adding).items():
+                request = asked.pop(key)
+                replies[request.row_id] = Reply(request.row_id, error=error)
+            for done in call.results():
+                if rows and rows.was_read(done.key, done.taken):
+                    continue
+                request = asked.pop(done.key)
+                reply = replies[request.row_id] = _reply(request.row_id, done)
+                if rows and reply.error is None:
+                    rows.take(request.row_id, (*request.prompt_ids, *reply.ids), done.taken)
+        captured = rows.captured if rows else {}
+        return (
+            [replies[request.row_id] for request in requests],
+            [captured[request.row_id] for request in requests if request.row_id in captured],
+        )
+
+    def prefill(self, requests: Sequence[CaptureRequest], *, states: StatesSink) -> list[Captured]:
+        """The states of rows whose ids are known; one that cannot be run says why, and troubles no other."""
+        with self._shared.call() as call:
+            rows = RowStates(call, states)
+            rows.read((request.row_id, request.ids) for request in requests)
+            for done in call.results():
+                rows.was_read(done.key, done.taken)
+        return [rows.captured[request.row_id] for request in requests]
 
     def check_capture(self, ids: Sequence[int], others: Sequence[Sequence[int]]) -> dict[str, float]:
-        """This prompt's states, alone and among others, against a plain forward pass of the same weights."""
-        from serving.engine.reference import reference_states
+        """One prompt's captured states, at the engine's own precision, against what they must be.
 
-        probe = CaptureRequest("probe", tuple(ids))
-        crowd = [CaptureRequest(f"other-{n}", tuple(other)) for n, other in enumerate(others)]
-        alone = self._words_of("probe", [probe])
-        batched = self._words_of("probe", [*crowd, probe])
-        layers = self._llm.llm_engine.vllm_config.model_config.hf_text_config.num_hidden_layers
-        reference = reference_states(self._model, ids[:-1], num_layers=min(max(self._layer_ids) + 2, layers))
-        return compare(alone, batched, reference, self._layer_ids)
+        Relative errors: ``layer_L_error`` is the largest of a position against the reference. See
+        pipeline/capture_check.py. Raises: StageError when the prompt cannot be run, or this check cannot.
+        """
+        probe = Probe(self._shared, self._layer_ids)
+        if self._check == "head":
+            return check_by_head(probe, self._shared, self._layer_ids, ids, others)
+        return check_by_reference(probe, self._model, self._layer_ids, ids, others)
 
-    def _words_of(self, row_id: str, requests: Sequence[CaptureRequest]) -> np.ndarray:
-        found = {request.row_id: (words, fault) for request, words, fault in self._states(requests)}
-        words, fault = found[row_id]
-        if fault or words is None:
-            raise StageError(f"capture check: the prompt's states could not be taken ({fault})")
-        return words
+    def rendered_ids(self, messages: str, *, tools: str | None, template_args: str) -> list[int]:
+        """The prompt ids that vLLM's own chat route makes of a conversation, with this engine's tokenizer and template.
 
-    def _states(
-        self, requests: Sequence[CaptureRequest]
-    ) -> Iterator[tuple[CaptureRequest, np.ndarray | None, RowFault | None]]:
-        """Each request with its states or its fault, as it finishes, so that few are held at a time."""
-        left = list(requests)
-        for last_try in (False,) * (CAPTURE_TRIES - 1) + (True,):
-            again = []
-            for request, words, fault in self._prefill(left):
-                if fault and fault.reason == "holes" and not last_try:
-                    again.append(request)
-                else:
-                    yield request, words, fault
-            left = again
+        Raises: StageError when the route refuses it.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.renderers.online_renderer import OnlineRenderer
 
-    def _prefill(
-        self, requests: Sequence[CaptureRequest]
-    ) -> Iterator[tuple[CaptureRequest, np.ndarray | None, RowFault | None]]:
-        running = {}
-        for number, request in enumerate(requests):
-            if (kept := self._take_kept(request)) is not None:
-                yield request, kept, None
-                continue
-            # The last token is never an input, so the others are the prompt; the one sampled token is dropped.
-            if len(request.ids) < 2:
-                yield request, None, RowFault("too_short", {"ids": len(request.ids)})
-            elif error := self._add(str(number), request.ids[:-1], self._capture_sampling(str(number))):
-                yield request, None, RowFault("refused", {"error": error})
-            else:
-                running[str(number)] = request
-        for request_id, _ in self._run():
-            request = running.pop(request_id)
-            taken = self._take(request_id, len(request.ids) - 1)
-            if taken["states"] is None:
-                detail = {"error": taken["error"], "holes": len(taken["holes"]), "positions": taken["holes"][:8]}
-                yield request, None, RowFault("holes", detail)
-            else:
-                yield request, taken["states"], None
-
-    def _take_kept(self, request: CaptureRequest) -> np.ndarray | None:
-        """The states of a row that this engine emitted itself, so that no token goes through the target again."""
-        ids = self._kept.pop(request.row_id, None)
-        if ids is None:
-            return None
-        taken = self._take(_KEPT + request.row_id, len(ids) - 1)
-        return taken["states"] if ids == request.ids else None
-
-    def _take(self, request_id: str, num_states: int) -> dict[str, Any]:
-        answers = self._llm.collective_rpc("take_states", args=(request_id, num_states))
-        return next(answer for answer in answers if answer is not None)
-
-    def _sampling(self, request: GenerateRequest) -> Any:
-        params = self._llm.get_default_sampling_params()  # the model's own, as its server takes them
-        if request.temperature is not None:
-            params.temperature = request.temperature
-        if request.top_p is not None:
-            params.top_p = request.top_p
-        return self._plain(
-            params, max_tokens=request.max_tokens, seed=request.seed, **self._keeping(request, params.extra_args)
+        renderer = OnlineRenderer(
+            model_config=self._llm.llm_engine.vllm_config.model_config,
+            renderer=self._llm.llm_engine.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+            enable_auto_tools=True,
         )
-
-    def _keeping(self, request: GenerateRequest, extra_args: dict[str, Any] | None) -> dict[str, Any]:
-        """What makes the worker keep a request's states while it is answered, as far as memory is set aside for it."""
-        if not self._layer_ids or request.row_id in self._kept:
-            return {}
-        row_bytes = len(self._layer_ids) * self.info().hidden_size * 2
-        if (sum(map(len, self._kept.values())) + len(request.prompt_ids) + request.max_tokens) * row_bytes > KEEP_BYTES:
-            return {}
-        from serving.engine.capture import REQUEST_KEY
-
-        self._kept[request.row_id] = tuple(request.prompt_ids)
-        keep = {REQUEST_KEY: _KEPT + request.row_id}
-        return {"extra_args": {**(extra_args or {}), **keep}, "skip_reading_prefix_cache": True}
-
-    def _capture_sampling(self, request_id: str) -> Any:
-        from vllm import SamplingParams
-
-        from serving.engine.capture import REQUEST_KEY
-
-        return self._plain(
-            SamplingParams(temperature=0.0),
-            max_tokens=1,
-            skip_reading_prefix_cache=True,  # a cached prefix is not computed, so its states would be missing
-            extra_args={REQUEST_KEY: request_id},
+        request = ChatCompletionRequest(
+            messages=json.loads(messages),
+            tools=json.loads(tools) if tools else None,
+            chat_template_kwargs=json.loads(template_args or "{}"),
         )
+        rendered = asyncio.run(renderer.render_chat(request))
+        if not isinstance(rendered, tuple):
+            raise StageError(f"vLLM's chat route refuses a conversation: {rendered}")
+        _, (prompt,) = rendered
+        return [int(token) for token in prompt["prompt_token_ids"]]
 
-    @staticmethod
-    def _plain(params: Any, **changes: Any) -> Any:
-        from vllm.sampling_params import RequestOutputKind
+    def _params(self, request: GenerateRequest, capture: dict[str, Any] | None) -> Any:
+        return reply_params(request, self._llm.get_default_sampling_params(), capture=capture)
 
-        for name, value in {**changes, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}.items():
-            setattr(params, name, value)
-        params.__post_init__()
-        return params
 
-    def _add(self, request_id: str, ids: Sequence[int], params: Any) -> str | None:
-        """Hand a request to the engine; what is wrong with it, if anything is."""
-        from vllm.exceptions import VLLMClientError
+def _speculation(drafter: Path | None) -> dict[str, Any]:
+    if drafter is None:
+        return {}
+    block_size = json.loads((Path(drafter) / "config.json").read_text())["block_size"]
+    return {
+        "speculative_config": {"method": "dflash", "model": str(drafter), "num_speculative_tokens": block_size - 1},
+        "per_request_spec_decode_metrics": "detailed",
+    }
 
-        try:
-            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(ids)}, params)
-        except (VLLMClientError, ValueError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"[:300]
-        return None
 
-    def _run(self) -> Iterator[tuple[str, Any]]:
-        engine = self._llm.llm_engine
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield output.request_id, output.outputs[0]
+def _reply(row_id: str, done: Finished) -> Reply:
+    completion = done.completion
+    ids, reason = tuple(completion.token_ids), completion.finish_reason
+    if reason not in ("stop", "length") or not ids:
+        return Reply(row_id, error=f"finish reason {reason!r} with {len(ids)} token ids")
+    metrics = completion.spec_decode_metrics
+    return Reply(row_id, ids, reason, accepted_per_step=tuple(metrics.per_step_accepted) if metrics else None)

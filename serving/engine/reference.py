@@ -8,8 +8,8 @@ import torch
 
 
 @torch.inference_mode()
-def reference_states(model: Path, ids: Sequence[int], *, num_layers: int) -> np.ndarray:  # float32 [num_layers, n, H]
-    """The outputs of the first ``num_layers`` decoder layers on these ids, one layer's after another's.
+def reference_states(model: Path, ids: Sequence[int], *, layer_ids: Sequence[int]) -> np.ndarray:  # float32 [*, n, H]
+    """The outputs of decoder layer 0, 1, 2 … on these ids, one more than ``layer_ids`` needs where there is one.
 
     Computed in float32 from the folder's weights; later layers are not built. Taken at the layers
     themselves, since ``output_hidden_states`` puts the last one behind the final norm.
@@ -20,6 +20,7 @@ def reference_states(model: Path, ids: Sequence[int], *, num_layers: int) -> np.
     logging.set_verbosity_error()
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     text = config.get_text_config()
+    num_layers = min(max(layer_ids) + 2, text.num_hidden_layers)
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
