@@ -73,7 +73,7 @@ def walk_gate_rows(
     from drafter.frozen import read_frozen
     from drafter.walk import walk
 
-    served = {r["row_id"]: r for r in prompts.gate if r["temperature"] == r["sampling"]["temperature"]}
+    served = {r["row_id"]: r for r in prompts.gate if r["temperature"] == r["sampling"].get("temperature") == 0.0}
     rows = []
     for row in read_rows(states, "gate"):
         if row.row_id in served:

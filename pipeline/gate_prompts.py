@@ -19,6 +19,7 @@ from pipeline.canonical import CanonicalRequest, canonical_request
 from pipeline.config import Config
 from pipeline.errors import Rejected, StageError
 from pipeline.plan import row_seed
+from pipeline.sampling import measured
 from pipeline.schemas import RESPONSES
 from pipeline.shards import read_tables
 from pipeline.slices import served_slices
@@ -159,7 +160,8 @@ def _rendered(
     renderer, rejects = Renderer(config.target.model), Counter()
     rows: dict[str, dict[str, Any]] = {}
     for request in requests:
-        row_id = _digest(json.dumps([request.prompt, request.slices, request.temperature, request.top_p]))
+        drawn = [request.prompt, request.slices, request.temperature, request.top_p]
+        row_id = _digest(json.dumps(drawn if request.sampling == "{}" else [*drawn, request.sampling]))
         if row_id in rows:
             rows[row_id]["weight"] += 1
             continue
@@ -181,6 +183,7 @@ def _rendered(
             "prompt_ids": ids,
             "temperature": request.temperature,
             "top_p": request.top_p,
+            "sampling": request.sampling,
             "max_tokens": request.max_tokens or config.evaluate.max_tokens,
         }
         if served := _served(config, row, block_size):
@@ -197,11 +200,13 @@ def _served(config: Config, row: Mapping[str, Any], block_size: int) -> dict[str
     budget = min(settings.max_tokens, row["max_tokens"], room)
     if budget <= 1:
         return None
-    sampling: dict[str, Any] = {"temperature": 0.0}
-    if settings.sampling == "traffic" and row["temperature"] > 0:
-        sampling = {name: row[name] for name in ("temperature", "top_p") if row[name] is not None}
-        sampling["seed"] = row_seed(settings.seed, row["row_id"])
-    slices = served_slices(row["slices"], num_prompt_tokens=len(row["prompt_ids"]), temperature=sampling["temperature"])
+    temperature = row["temperature"] if settings.sampling == "traffic" else 0.0
+    own = json.loads(measured(row["sampling"], temperature=temperature, max_tokens=budget))
+    sampling: dict[str, Any] = {"temperature": 0.0, **own}
+    if temperature != 0.0:
+        named = {name: row[name] for name in ("temperature", "top_p") if row[name] is not None}
+        sampling = {**named, **own, "seed": row_seed(settings.seed, row["row_id"])}
+    slices = served_slices(row["slices"], num_prompt_tokens=len(row["prompt_ids"]), temperature=temperature)
     return {"num_tokens": budget, "sampling": sampling, "slices": slices}
 
 

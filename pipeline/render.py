@@ -24,11 +24,21 @@ class Renderer:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        self._model = Path(model)
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a turn."""
         return self._tokenizer.eos_token_id
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Every token that ends a turn on vLLM: the tokenizer's, and those of the model's generation settings."""
+        files = (self._model / name for name in ("generation_config.json", "config.json"))
+        settings = next((json.loads(file.read_text()) for file in files if file.exists()), {})
+        own = settings.get("eos_token_id")
+        own = own if isinstance(own, list) else [own]
+        return frozenset(token for token in [self.eos_token_id, *own] if token is not None)
 
     def prompt_ids(
         self,

@@ -46,10 +46,14 @@ def language(messages: Sequence[Mapping[str, Any]]) -> str:
     return str(py3langid.classify(words[:_MAX_CHARS])[0])
 
 
-def served_slices(collected: str | None, *, num_prompt_tokens: int, temperature: float) -> str:
-    """The slices of a request that is served, as canonical JSON: those collected, its length and its temperature."""
+def served_slices(collected: str | None, *, num_prompt_tokens: int, temperature: float | None) -> str:
+    """The slices of a request that is served, as canonical JSON: those collected, its length and its temperature.
+
+    Without a temperature of its own it is drawn at the server's.
+    """
     own: dict[str, Any] = json.loads(collected) if collected else {}
-    derived = {"length": _bucket(num_prompt_tokens, _LENGTHS), "temperature": _bucket(temperature, _TEMPERATURES)}
+    warmth = "server's" if temperature is None else _bucket(temperature, _TEMPERATURES)
+    derived = {"length": _bucket(num_prompt_tokens, _LENGTHS), "temperature": warmth}
     return json.dumps({**own, **derived}, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
