@@ -11,6 +11,7 @@ from jobs.registry import Registry
 from jobs.session import job_main
 from pipeline import artifacts, stages
 from pipeline.config import Config
+from pipeline.fingerprint import fingerprint_id, target_fingerprint
 
 ALIASES = ("champion", "approved", "challenger")
 _KINDS: dict[str, type[artifacts.Manifest]] = {
@@ -28,7 +29,7 @@ _KINDS: dict[str, type[artifacts.Manifest]] = {
 
 def run(config: Config) -> list[str]:
     """One line an artifact and an alias. Nothing is made: a root without a registry has no versions."""
-    lines = [f"root {config.root}", *_artifact_lines(config)]
+    lines = [f"root {config.root}", _target_line(config), *_artifact_lines(config)]
     if config.promote.tracking_uri is None and not (config.root / "mlflow.db").exists():
         return [*lines, f"model {config.model_name}: nothing registered yet; slipstream init-drafter or adopt begins"]
     registry = Registry(config.promote.tracking_uri, config.root)
@@ -38,6 +39,14 @@ def run(config: Config) -> list[str]:
         state = f"version {version}, {registry.state(config.model_name, version)}" if version else "-"
         lines.append(f"  {alias:<11}{state}")
     return lines + [f"! {line}" for line in registry.log.disagreements(config.model_name)]
+
+
+def _target_line(config: Config) -> str:
+    """The target and its fingerprint id, by which a tap marks what it serves (SLIPSTREAM_TAP_TARGET)."""
+    model, dtype = config.target.model, config.target.dtype
+    if not (model / "config.json").exists():
+        return f"target {model}: not on this machine"
+    return f"target {model}, {dtype}: {fingerprint_id(target_fingerprint(model, dtype=dtype, target_layer_ids=()))}"
 
 
 def _artifact_lines(config: Config) -> list[str]:

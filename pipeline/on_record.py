@@ -24,6 +24,9 @@ class ServedReply:
 def served_reply(body: Mapping[str, Any]) -> ServedReply | None:
     """The reply on record; None where anything of it is absent, malformed or ambiguous.
 
+    As many ids must be there as the server counted: a stream may leave some out, and carries the count only where the
+    client asked for usage.
+
     A reply that was read as tool calls ended at its end token like any other ("tool_calls" is what the route makes of
     that), and its ids are checked for it before they are used (pipeline/plan.py).
     """
@@ -36,7 +39,7 @@ def served_reply(body: Mapping[str, Any]) -> ServedReply | None:
     reason = "stop" if reason == "tool_calls" else reason
     target, usage = body.get("target"), response.get("usage")
     counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-    whole = prompt_ids and ids and counted in (None, len(ids))
+    whole = prompt_ids and ids and counted == len(ids)
     if not whole or reason not in ("stop", "length") or not isinstance(target, str) or not target:
         return None
     return ServedReply(prompt_ids, ids, reason, target)

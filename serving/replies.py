@@ -7,9 +7,21 @@ from typing import Any
 def read_reply(body: bytes, *, stream: bool) -> dict[str, Any]:
     """``{"text", "finish_reason", "usage", "choices"}`` of an answer; text and reason are the first choice's.
 
+    ``prompt_token_ids``, and each choice's ``token_ids``, are there where the client asked for ids.
+
     Raises: ValueError when the body is an error, was cut short, or has no choices.
     """
-    choices, usage = _from_events(body) if stream else _from_whole(body)
+    events = _events(body) if stream else [json.loads(body)]
+    choices: dict[int, dict[str, Any]] = {}
+    usage = prompt_token_ids = None
+    for event in events:
+        if "error" in event:
+            raise ValueError("the answer is an error")
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or []:
+            _add(choices, choice, choice.get("delta") or choice.get("message") or {})
+            prompt_token_ids = choice.get("prompt_token_ids") or prompt_token_ids  # the completions route
+        prompt_token_ids = event.get("prompt_token_ids") or prompt_token_ids  # the chat route
     if not choices:
         raise ValueError("the answer has no choices")
     ordered = [choices[index] for index in sorted(choices)]
@@ -18,34 +30,19 @@ def read_reply(body: bytes, *, stream: bool) -> dict[str, Any]:
         "finish_reason": ordered[0]["finish_reason"],
         "usage": usage,
         "choices": ordered,
+        **({"prompt_token_ids": prompt_token_ids} if prompt_token_ids else {}),
     }
 
 
-def _from_whole(body: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
-    data = json.loads(body)
-    if "error" in data:
-        raise ValueError("the answer is an error")
-    choices: dict[int, dict[str, Any]] = {}
-    for choice in data["choices"]:
-        _add(choices, choice, choice.get("message") or {})
-    return choices, data.get("usage")
-
-
-def _from_events(body: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
-    choices: dict[int, dict[str, Any]] = {}
-    usage = None
+def _events(body: bytes) -> list[dict[str, Any]]:
+    events = []
     for line in body.split(b"\n"):
         if not line.startswith(b"data:"):
             continue
         payload = line[5:].strip()
         if payload == b"[DONE]":
-            return choices, usage
-        event = json.loads(payload)
-        if "error" in event:
-            raise ValueError("the stream ends in an error")
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or []:
-            _add(choices, choice, choice.get("delta") or {})
+            return events
+        events.append(json.loads(payload))
     raise ValueError("the stream was cut short")
 
 

@@ -7,6 +7,10 @@ Default deny: nothing is written unless the environment says what counts as cons
     SLIPSTREAM_TAP_SUBJECT_HEADER  trusted header that names the subject (optional)
     SLIPSTREAM_TAP_SLICE_HEADER    trusted header that names the slice (optional)
     SLIPSTREAM_TAP_TENANT_HEADER   trusted header that names the tenant (optional)
+    SLIPSTREAM_TAP_TARGET          fingerprint id of the target that this server serves (optional)
+
+`slipstream status` prints the target's fingerprint id. A record that carries it and the exact ids of prompt and reply,
+for which a client asks with "return_token_ids": true (and for usage in a stream), can be used without a second answer.
 
 Clients get byte for byte what they would have got. Bodies are only referenced on the event loop; a thread
 parses and writes. Its queue is bounded: what does not fit is dropped and counted, never waited for.
@@ -32,8 +36,11 @@ MAX_CAPTURED_BYTES = 8 * 1024 * 1024
 QUEUE_SIZE = 1024
 PARAMS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed", "n", "stop",
-    "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "response_format", "structured_outputs", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
+    "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "bad_words", "allowed_token_ids", "best_of", "use_beam_search", "repetition_detection",
+    "thinking_token_budget", "response_format", "structured_outputs", "tool_choice", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "chat_template", "documents", "reasoning_effort", "echo",
+    "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -105,6 +112,7 @@ class TrafficTap:
                 subject_header=_header_name("SLIPSTREAM_TAP_SUBJECT_HEADER"),
                 slice_header=_header_name("SLIPSTREAM_TAP_SLICE_HEADER"),
                 tenant_header=_header_name("SLIPSTREAM_TAP_TENANT_HEADER"),
+                target=os.environ.get("SLIPSTREAM_TAP_TARGET", "").strip() or None,
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -152,12 +160,13 @@ class TrafficLog:
         subject_header: bytes | None,
         slice_header: bytes | None,
         tenant_header: bytes | None,
+        target: str | None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"traffic-{os.getpid()}-{time.time_ns() // 1_000_000}.jsonl"
         self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self.counts = counts
-        self.consent_source = consent_source
+        self.consent_source, self.target = consent_source, target
         self.subject_header, self.slice_header, self.tenant_header = subject_header, slice_header, tenant_header
         self.queue: queue.Queue[Exchange | None] = queue.Queue(maxsize=QUEUE_SIZE)
         self.thread = threading.Thread(target=self._write_all, name="slipstream-tap", daemon=True)
@@ -196,6 +205,7 @@ class TrafficLog:
             "id": uuid.uuid4().hex,
             "ts": exchange.started,
             "model": request.get("model"),
+            "target": self.target,
             "route": exchange.route,
             "slice": self._trusted(exchange, self.slice_header),
             "tenant": self._trusted(exchange, self.tenant_header),

@@ -7,6 +7,7 @@ import stat
 import httpx
 import pytest
 
+from pipeline.on_record import ServedReply, served_reply
 from serving.errors import TapError
 from serving.replies import read_reply
 from serving.tap import ConsentPolicy, TrafficTap
@@ -200,3 +201,42 @@ def test_two_choices_are_both_kept():
 def test_a_stream_without_its_end_is_refused():
     with pytest.raises(ValueError, match="cut short"):
         read_reply(STREAM.replace(b"data: [DONE]\n\n", b""), stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_exact_ids_that_a_client_asked_for_are_on_record_with_the_target_that_gave_them(settings, stream):
+    settings.setenv("SLIPSTREAM_TAP_TARGET", "f00d")
+    if stream:
+        events = [{**EVENTS[0], "prompt_token_ids": [0, 3, 4]}]
+        for event, ids in zip(EVENTS[1:3], ([7, 8], [1]), strict=True):
+            events.append({"choices": [{**event["choices"][0], "token_ids": ids}]})
+        lines = [b"data: " + json.dumps(event).encode() for event in [*events, EVENTS[3]]]
+        app = app_that_answers(b"\n\n".join([*lines, b"data: [DONE]\n\n"]), content_type=b"text/event-stream")
+    else:
+        answer = {
+            **ANSWER,
+            "prompt_token_ids": [0, 3, 4],
+            "choices": [{**ANSWER["choices"][0], "token_ids": [7, 8, 1]}],
+        }
+        app = app_that_answers(json.dumps(answer).encode())
+    tap = TrafficTap(app)
+    send(tap, CHAT | {"stream": stream, "return_token_ids": True})
+    (record,) = records(tap)
+    assert record["target"] == "f00d"
+    assert record["response"]["prompt_token_ids"] == [0, 3, 4]
+    assert record["response"]["choices"][0]["token_ids"] == [7, 8, 1]
+    assert served_reply(record) == ServedReply((0, 3, 4), (7, 8, 1), "stop", "f00d")
+
+
+def test_every_setting_that_changes_a_reply_is_on_record_so_that_collecting_can_refuse_it(settings):
+    unheard = {"top_k": 3, "min_tokens": 2, "bad_words": ["x"], "reasoning_effort": "low", "best_of": 2}
+    tap = TrafficTap(app_that_answers(json.dumps(ANSWER).encode()))
+    send(tap, {**CHAT, **unheard})
+    (record,) = records(tap)
+    assert unheard.items() <= record["params"].items()
+
+
+def test_an_answer_that_is_an_error_is_no_reply():
+    for body, stream in ((b'{"error": {}}', False), (b'data: {"error": {}}\n\ndata: [DONE]\n\n', True)):
+        with pytest.raises(ValueError, match="is an error"):
+            read_reply(body, stream=stream)
