@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,13 @@ class Part(Frozen):
     counts: dict[str, int] = {}
     check: dict[str, float] = {}
     """Capture checks behind this part: the worst of each figure."""
+    storage: str | None = None
+    """Where its states files are (an object storage URI), once they are no longer beside this record."""
+
+    @property
+    def local(self) -> tuple[Shard, ...]:
+        """The files that are beside this record."""
+        return tuple(shard for shard in self.shards if self.storage is None or not is_states(shard))
 
 
 class PartWriter:
@@ -86,7 +94,7 @@ class PartWriter:
         return (*shards, describe_file(self.folder / REJECTS, rows=len(rejects))), reasons, dict(counts)
 
     def _remove_leftovers(self) -> None:
-        keep = {shard.path for part in self._committed.values() for shard in part.shards} | {MANIFEST, REJECTS}
+        keep = {shard.path for part in self._committed.values() for shard in part.local} | {MANIFEST, REJECTS}
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in keep and not path.name.startswith("part-"):
                 path.unlink()
@@ -120,8 +128,18 @@ def commit_part(
             return _read_part(part_path(folder, index))
         for name, temporary in temporaries.items():
             publish(temporary, folder / name)
-        write_durably(part_path(folder, index), part.model_dump_json(indent=1).encode())
+        record(folder, index, part)
     return part
+
+
+def record(folder: Path, index: int, part: Part) -> None:
+    """Write a part's record: from here on it is committed, as this."""
+    write_durably(part_path(folder, index), part.model_dump_json(indent=1).encode())
+
+
+def is_states(shard: Shard) -> bool:
+    """Whether this is a file of states, which may be kept elsewhere than its part's other files."""
+    return shard.path.endswith(".arrow")
 
 
 @contextmanager
@@ -139,11 +157,14 @@ class HashedFile:
         self._file = open(path, "wb")  # noqa: SIM115
         self._hash = hashlib.sha256()
         self.num_bytes = 0
+        self.hash_seconds = 0.0
 
     def write(self, body: Any) -> int:
         """Write anything with a buffer; its bytes."""
         size = memoryview(body).nbytes
+        started = time.perf_counter()
         self._hash.update(body)
+        self.hash_seconds += time.perf_counter() - started
         self._file.write(body)
         self.num_bytes += size
         return size
@@ -203,9 +224,25 @@ def fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def drop_part(folder: Path, index: int) -> None:
+    """Take a commit back: the part is not there, and its files are leftovers."""
+    if part_path(folder, index).exists():
+        part_path(folder, index).unlink()
+        fsync_folder(folder)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names that were given or taken in a folder durable."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
 def _read_part(path: Path) -> Part:
     part = Part.model_validate_json(path.read_text())
-    for shard in part.shards:
+    for shard in part.local:
         file = path.parent / shard.path
         if not file.exists() or file.stat().st_size != shard.bytes:
             raise SchemaError(f"{file}: damaged after it was committed; remove {path.parent} and run the stage again")

@@ -1,4 +1,4 @@
-"""Hidden states on disk: Arrow IPC files, a record batch a row of the cache, and what a row must be to enter one.
+"""Hidden states on disk: Arrow IPC files, a record batch a row of the cache.
 
 Arrow has no bfloat16, so the 16-bit words themselves are stored (pipeline/schemas.py), or their 8-bit form. A file maps
 into memory, and a row is read without a copy.
@@ -12,24 +12,19 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.engines import Captured
 from pipeline.errors import SchemaError, StageError
+from pipeline.faults import find_fault
 from pipeline.quantize import as_float32, dequantize, num_groups, quantize
 from pipeline.schemas import STATES_FORMATS, states_schema
 from pipeline.shards import HashedFile
 
-# A row's typical norm may differ from the checked prompt's by this factor, a layer at a time, before something
-# else than the prompt must be the cause.
-MAX_NORM_RATIO = 32.0
-# Positions of a row that its typical norm is taken over: a median needs no more, and capture must not wait for it.
-NORM_POSITIONS = 64
 # What a file has beside its schema and its batches: magic words and paddings, and where each batch begins.
 _FOOTER_BYTES, _FOOTER_BYTES_PER_ROW = 32, 24
 
@@ -74,6 +69,11 @@ class StatesWriter:
         self._writer.close()
         self._sink.close()
         return self._file.sha256
+
+    @property
+    def hash_seconds(self) -> float:
+        """What hashing has taken so far, of the time spent in ``append`` and ``close``."""
+        return self._file.hash_seconds
 
     def abandon(self) -> None:
         """Let go of a file that will not be finished."""
@@ -241,49 +241,7 @@ class StateShards:
             )
 
 
-@dataclass(frozen=True)
-class RowFault:
-    """Why a row's states cannot be trained on."""
-
-    reason: str
-    detail: dict[str, Any]
-
-
-def find_fault(words: np.ndarray, *, num_states: int, typical_norms: Sequence[float] = ()) -> RowFault | None:
-    """The first fault of a row's states, or None: length, finiteness, zeros, norm.
-
-    ``typical_norms`` are the checked prompt's, one a layer; without them the norms are not judged.
-    """
-    if len(words) != num_states or not num_states:
-        return RowFault("wrong_length", {"num_states": len(words), "expected": num_states})
-    peaks = (words & 0x7FFF).max(axis=2)  # [n, L], magnitudes: their words have the same order
-    if (peaks >= 0x7F80).any():  # all exponent bits set: infinite, or no number
-        position, layer = (int(n) for n in np.argwhere(peaks >= 0x7F80)[0])
-        element = int(np.argmax((words[position, layer] & 0x7FFF) >= 0x7F80))
-        return RowFault("not_finite", {"position": position, "layer_index": layer, "element": element})
-    if not peaks.all():
-        position, layer = (int(n) for n in np.argwhere(peaks == 0)[0])
-        share = float((peaks == 0).any(axis=1).mean())
-        return RowFault("zero_states", {"share": round(share, 4), "position": position, "layer_index": layer})
-    for layer, (norm, typical) in enumerate(zip(median_norms(words), typical_norms, strict=False)):
-        if not typical / MAX_NORM_RATIO <= norm <= typical * MAX_NORM_RATIO:
-            return RowFault("norm_out_of_range", {"layer_index": layer, "norm": norm, "expected_about": typical})
-    return None
-
-
-def median_norms(words: np.ndarray) -> list[float]:  # uint16 [n, L, H]
-    """The median of each layer's root mean square, over positions that are spread evenly over the row."""
-    some = words[:: -(-len(words) // NORM_POSITIONS)]
-    with np.errstate(over="ignore"):
-        return [float(x) for x in np.median(np.sqrt(np.mean(as_float32(some) ** 2, axis=2)), axis=0)]
-
-
 def _digest(batch: pa.RecordBatch) -> str:
     """A hash of the last position's bytes; in a causal model they depend on every token before it."""
     last = batch.slice(len(batch) - 1)
     return hashlib.sha256(b"".join(column[0].as_py() for column in last.columns)).hexdigest()[:32]
-
-
-def last_state_digest(words: np.ndarray) -> str:
-    """A hash of the last position's states, which in a causal model depend on every token before it."""
-    return hashlib.sha256(np.ascontiguousarray(words[-1])).hexdigest()[:32]

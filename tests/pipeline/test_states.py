@@ -12,7 +12,7 @@ import torch
 
 from pipeline.errors import SchemaError, StageError
 from pipeline.shards import PartWriter, commit_part
-from pipeline.states import StatesFile, StateShards, StatesWriter, find_fault
+from pipeline.states import StatesFile, StateShards, StatesWriter
 
 LAYERS, HIDDEN = 2, 4
 
@@ -179,30 +179,6 @@ def test_a_digest_is_of_the_last_position_and_the_same_when_read_again(tmp_path,
     assert digests[0] == digests[1] != digests[2]
     file = StatesFile(tmp_path / captured[0].states_file)
     assert [file.digest(c.states_batch) for c in captured] == digests
-
-
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 700])
-def test_every_fault_is_named_with_its_place(n):
-    words = random_words(n)
-    assert find_fault(words, num_states=n, typical_norms=[1.0, 1.0]) is None
-    assert find_fault(words, num_states=n + 1).reason == "wrong_length"
-    assert find_fault(words[:0], num_states=0).reason == "wrong_length"
-    for bad, place in ((float("nan"), 2), (float("inf"), 0), (float("-inf"), 3)):
-        broken = words.copy()
-        broken[n - 1, 1, place] = bf16_words([bad])[0]
-        fault = find_fault(broken, num_states=n)
-        assert (fault.reason, fault.detail) == (
-            "not_finite",
-            {"position": n - 1, "layer_index": 1, "element": place},
-        )
-    holes = words.copy()
-    holes[n // 2, 0] = 0x8000  # negative zeros
-    fault = find_fault(holes, num_states=n)
-    assert (fault.reason, fault.detail["position"], fault.detail["layer_index"]) == ("zero_states", n // 2, 0)
-    assert fault.detail["share"] == pytest.approx(1 / n, abs=1e-4)
-    large = bf16_words(torch.from_numpy(words.view(np.int16).copy()).view(torch.bfloat16).float() * 1e6)
-    assert find_fault(large, num_states=n).__class__ is type(None), "without norms to compare with"
-    assert find_fault(large, num_states=n, typical_norms=[1.0, 1.0]).reason == "norm_out_of_range"
 
 
 def test_a_faulty_row_is_not_written_and_says_why(tmp_path):
