@@ -52,7 +52,7 @@ class PartWriter:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._committed = {int(p.stem.split("-")[1]): _read_part(p) for p in self.folder.glob("part-*.json")}
+        self._committed = {int(p.stem.split("-")[1]): read_part(p) for p in self.folder.glob("part-*.json")}
         self._remove_leftovers()
 
     def is_done(self, index: int) -> bool:
@@ -72,7 +72,7 @@ class PartWriter:
 
     def reread(self) -> None:
         """Look again for parts that other processes have committed."""
-        self._committed = {int(p.stem.split("-")[1]): _read_part(p) for p in self.folder.glob("part-*.json")}
+        self._committed = {int(p.stem.split("-")[1]): read_part(p) for p in self.folder.glob("part-*.json")}
 
     def finish(self, num_parts: int) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
         """All shards in order, rejects by reason, and summed counts; writes rejects.jsonl.
@@ -125,7 +125,7 @@ def commit_part(
         if part_path(folder, index).exists():
             for temporary in temporaries.values():
                 temporary.unlink()
-            return _read_part(part_path(folder, index))
+            return read_part(part_path(folder, index))
         for name, temporary in temporaries.items():
             publish(temporary, folder / name)
         record(folder, index, part)
@@ -240,7 +240,8 @@ def fsync_folder(folder: Path) -> None:
         os.close(directory)
 
 
-def _read_part(path: Path) -> Part:
+def read_part(path: Path) -> Part:
+    """A committed part by its record. Raises: SchemaError when one of its files is missing or of another size."""
     part = Part.model_validate_json(path.read_text())
     for shard in part.local:
         file = path.parent / shard.path
