@@ -25,8 +25,8 @@ from pipeline.errors import SchemaError, StageError
 
 REJECTS = "rejects.jsonl"
 
-Files = dict[str, tuple[int, Callable[[Path], str | None]]]
-"""Final name → rows, and a function that writes the file to a path; it returns the SHA-256 where it has it already."""
+Files = dict[str, tuple[int, Callable[[Path], Any]]]
+"""Final name → rows, and a function that writes the file to a path; a string that it returns is its SHA-256."""
 
 
 class Part(Frozen):
@@ -116,7 +116,8 @@ def commit_part(
     shards, temporaries = [], {}
     for name, (rows, write) in files.items():
         temporary = folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        sha256 = write(temporary) or sha256_file(temporary)
+        known = write(temporary)
+        sha256 = known if isinstance(known, str) else sha256_file(temporary)
         fsync_file(temporary)
         temporaries[name] = temporary
         shards.append(Shard(path=name, rows=rows, bytes=temporary.stat().st_size, sha256=sha256))
