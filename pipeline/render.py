@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ class Renderer:
 
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         self._model = Path(model)
+        self._knows_developer = any(f"{quote}developer{quote}" in str(self._tokenizer.chat_template) for quote in "'\"")
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a turn."""
         return self._tokenizer.eos_token_id
 
-    @property
+    @cached_property
     def end_ids(self) -> frozenset[int]:
         """Every token that ends a turn on vLLM: the tokenizer's, and those of the model's generation settings."""
         files = (self._model / name for name in ("generation_config.json", "config.json"))
@@ -49,13 +51,14 @@ class Renderer:
     ) -> list[int]:
         """The prompt's ids, generation prompt included. The template alone decides about a BOS: none is added.
 
-        Raises: RenderError when the template refuses the conversation, or the ids begin with two BOS.
+        Raises: RenderError when the conversation has no rendering, or the ids begin with two BOS.
         """
-        chat = [_as_vllm_reads(message) for message in messages]
+        chat = [_as_vllm_reads(message, knows_developer=self._knows_developer) for message in messages]
+        known_tools = [_tool_as_vllm_reads(tool) for tool in tools] if tools else None
         try:
             ids = self._tokenizer.apply_chat_template(
                 chat,
-                tools=list(tools) if tools else None,
+                tools=known_tools,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
@@ -79,25 +82,58 @@ class Renderer:
         )
 
 
-def _as_vllm_reads(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as vLLM hands it to the template: text content as a string, tool arguments as an object."""
-    message = dict(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        if len(content) != 1 or content[0].get("type") != "text":
-            kinds = [part.get("type") for part in content]
-            raise RenderError("content_parts", f"{kinds}: only a single text part has one rendering for every template")
-        message["content"] = content[0]["text"]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-    return message
+def _as_vllm_reads(message: Mapping[str, Any], *, knows_developer: bool) -> dict[str, Any]:
+    """The message as vLLM hands it to the template: these fields in this order, content as text, arguments parsed.
+
+    Templates may write a whole message out, so its order and what is left out of it are part of the prompt.
+    """
+    role = message["role"]
+    turn: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
+    if role == "developer" and not knows_developer:
+        turn["role"] = "system"
+    if role == "assistant":
+        if message.get("tool_calls"):
+            turn["tool_calls"] = [_call_as_vllm_reads(call) for call in message["tool_calls"]]
+        reasoning = message.get("reasoning", message.get("reasoning_content"))
+        if reasoning is not None:
+            turn |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates know it by either name
+    if role == "tool" and "tool_call_id" in message:
+        turn["tool_call_id"] = message["tool_call_id"]
+    if isinstance(message.get("name"), str):
+        turn["name"] = message["name"]
+    return turn
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(arguments := function.get("arguments"), str):
+def _text(content: Any) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    if len(content) > 1 or any(part.get("type", "text") != "text" for part in content):
+        kinds = [part.get("type") for part in content]
+        raise RenderError("content_parts", f"{kinds}: only a single text part has one rendering for every template")
+    return content[0]["text"] if content else ""
+
+
+def _call_as_vllm_reads(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object; what is none becomes an empty one, as there."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise RenderError("malformed_tool_call", "expected an object with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise RenderError("tool_arguments", f"not JSON: {error}")
-    return {**call, "function": function}
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = {}
+    arguments = arguments if isinstance(arguments, dict) else {}
+    own_id = {"id": call["id"]} if "id" in call else {}
+    return {**own_id, "function": {"arguments": arguments, "name": function.get("name")}, "type": "function"}
+
+
+def _tool_as_vllm_reads(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that vLLM's chat route knows, in its order, absent ones as null."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RenderError("malformed_tool", "expected an object with a function and its name")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    optional = {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {"type": "function", "function": {**known, **optional}}
