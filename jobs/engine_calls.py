@@ -90,12 +90,13 @@ class SharedEngine:
     def add(self, call: "Call", requests: Sequence[Asked]) -> dict[str, str]:
         """Hand requests to the engine; what is wrong with those that it refuses, by key."""
         from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
 
         refused = {}
         with self._turn:
             for request in requests:
                 try:
-                    prompt = {"prompt_token_ids": list(request.prompt_ids)}
+                    prompt = tokens_input(list(request.prompt_ids))
                     self._llm.llm_engine.add_request(request.key, prompt, request.params)
                 except (VLLMClientError, ValueError, TypeError) as error:
                     refused[request.key] = f"{type(error).__name__}: {error}"[:300]

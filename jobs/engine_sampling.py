@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.engines import GenerateRequest
 
-# Keys of GenerateRequest.sampling that are fields of SamplingParams under the same name.
+# Keys of GenerateRequest.sampling (pipeline/sampling.py) that SamplingParams has under the same name.
 PLAIN = (
     "top_k",
     "min_p",
@@ -39,8 +39,6 @@ def reply_params(request: GenerateRequest, defaults: Any, *, capture: Mapping[st
     for name in ("temperature", "top_p"):
         if getattr(request, name) is not None:
             changes[name] = getattr(request, name)
-    if (bias := settings.pop("logit_bias", None)) is not None:
-        changes["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
     if (structure := settings.pop("structured_outputs", None)) is not None:
         from vllm.sampling_params import StructuredOutputsParams
 

@@ -66,8 +66,11 @@ class TargetEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from serving.engine.capture import LAYERS_KEY, WORKER_CLASS
+        from serving.engine.capture import LAST_LAYER_KEY, LAYERS_KEY, WORKER_CLASS
 
+        self._model = Path(model)
+        self._layer_ids = tuple(target_layer_ids)
+        self._check = choose_check(check, self._model)
         if current_platform.is_cpu():
             # A seeded request whose prompt is cut into chunks stops vLLM's CPU runner: it sets its generator's
             # offset back, which only CUDA generators have.
@@ -75,19 +78,18 @@ class TargetEngine:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(max_model_len, MIN_BATCHED_TOKENS),
             } | engine_args
-        self._model = Path(model)
-        self._layer_ids = tuple(target_layer_ids)
-        self._check = choose_check(check, self._model)
+        engine_args = {"enforce_eager": True} | engine_args
+        # A compiled engine's layers are fixed when it loads; an eager one gives one more for as long as it is asked to.
+        give_last = self._check == "head" and not engine_args["enforce_eager"]
         self._llm = LLM(
             model=str(model),
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=True,
             disable_log_stats=True,
             worker_cls=WORKER_CLASS,
-            additional_config={LAYERS_KEY: list(self._layer_ids)},
+            additional_config={LAYERS_KEY: list(self._layer_ids), LAST_LAYER_KEY: give_last},
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
             **_speculation(drafter),
             **engine_args,

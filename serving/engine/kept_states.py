@@ -24,20 +24,26 @@ class Row:
     capture_id: str
     capacity: int
     """Positions that the request can ever emit; drafts beyond are never part of a reply."""
-    exact: bool
-    """In float32 and with every layer that the engine gives, for the capture check."""
+    num_layers: int | None
+    """So many of the engine's layers; None: every one, and in float32, for the capture check."""
     words: torch.Tensor | None = None  # [capacity, L, H]; pages that nobody writes cost nothing
     written: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [capacity]
 
+    @property
+    def exact(self) -> bool:
+        """In the engine's own precision, not rounded to bf16."""
+        return self.num_layers is None
+
     def write(self, states: torch.Tensor, first: int) -> None:  # [n, L, H], from position ``first`` on
         """Keep them. In one forward pass a request's positions follow each other; the last write of one stands."""
+        states = states[:, : self.num_layers]
         if self.words is None:
             dtype = torch.float32 if self.exact else torch.bfloat16
             self.words = torch.empty((self.capacity, *states.shape[1:]), dtype=dtype)
             self.written = np.zeros(self.capacity, bool)
         end = min(first + len(states), self.capacity)
         if first < end:
-            self.words[first:end] = states[: end - first, : self.words.shape[1]]
+            self.words[first:end] = states[: end - first]
             self.written[first:end] = True
 
 
@@ -74,7 +80,7 @@ class KeptStates:
 
     def want(self, request_id: str, capture_id: str, *, capacity: int, exact: bool) -> None:
         """Keep this request's states from now on. Once more for one that was preempted changes nothing."""
-        row = self._rows.setdefault(capture_id, Row(capture_id, capacity, exact))
+        row = self._rows.setdefault(capture_id, Row(capture_id, capacity, None if exact else self._num_layers))
         self._requests[request_id] = row
 
     def finish(self, request_id: str) -> None:
