@@ -31,14 +31,12 @@ def run(
 ) -> stages.Artifact[HiddenStateCache]:
     """The states of the responses (the current ones by default) at the layers that the champion reads.
 
-    Engines that are handed over must have been started for the same layers, and stay up.
+    What regenerate kept in its pass is found done. Engines that are handed over must have been made for these layers.
     """
     responses = responses or stages.current(config.root, "responses", ResponseSet)
     layer_ids = tuple(target_layer_ids or layers_to_capture(config))
-    if engines is not None:
-        return capture.run(config, responses, engines=engines, target_layer_ids=layer_ids)
-    with EnginePool(config, target_layer_ids=layer_ids) as pool:
-        return capture.run(config, responses, engines=pool, target_layer_ids=layer_ids)
+    engines = engines or EnginePool(config, target_layer_ids=layer_ids)
+    return capture.run(config, responses, engines=engines, target_layer_ids=layer_ids)
 
 
 def layers_to_capture(config: Config) -> tuple[int, ...]:
@@ -47,17 +45,32 @@ def layers_to_capture(config: Config) -> tuple[int, ...]:
     Raises: ConfigError when the two differ; StageError when there is neither.
     """
     configured = config.drafter.target_layer_ids
-    names = config.root / "current.json"
-    if configured and not (names.exists() and "champion" in json.loads(names.read_text())):
+    if configured and not _has_champion(config):
         return configured
-    champion = stages.current(config.root, "champion", DrafterCheckpoint)
-    layers = tuple(json.loads((champion.folder / "config.json").read_text())["dflash_config"]["target_layer_ids"])
+    folder = champion_folder(config)
+    layers = tuple(json.loads((folder / "config.json").read_text())["dflash_config"]["target_layer_ids"])
     if configured and configured != layers:
         raise ConfigError(
-            f"drafter.target_layer_ids = {list(configured)}, but the champion in {champion.folder} reads "
+            f"drafter.target_layer_ids = {list(configured)}, but the champion in {folder} reads "
             f"{list(layers)}; states of other layers are of no use to it. Drop the setting, or train a new champion"
         )
     return layers
+
+
+def layers_if_known(config: Config) -> tuple[int, ...]:
+    """The layers to capture; none where there is neither a setting nor a champion yet. Raises: as above."""
+    if not config.drafter.target_layer_ids and not _has_champion(config):
+        return ()
+    return layers_to_capture(config)
+
+
+def champion_folder(config: Config) -> Path:
+    """The current champion's drafter. Raises: StageError when there is none."""
+    return stages.current(config.root, "champion", DrafterCheckpoint).folder
+
+
+def _has_champion(config: Config) -> bool:
+    return "champion" in stages.current_names(config.root)
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

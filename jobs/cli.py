@@ -107,13 +107,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "regenerate": Command(
         "jobs.regenerate",
-        "prompts → the target's own answers, as exact token ids",
+        "prompts → the target's own answers, as exact token ids, and their hidden states in the same pass",
         "slipstream regenerate --set regenerate.max_tokens=512 --set regenerate.num_engines=4",
     ),
     "capture": Command(
         "jobs.capture",
-        "answers → the target's hidden states, checked against a reference",
-        "slipstream capture --set capture.rows_per_part=128",
+        "what has no hidden states yet → states, checked against a reference",
+        "slipstream capture --set capture.states_format=int8",
     ),
     "train": Command(
         "jobs.train",

@@ -22,7 +22,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import deploy, init_drafter, loop, promote
-from jobs.engines import EnginePool
 from jobs.fetch_target import fetch_target
 from jobs.registry import Registry
 from jobs.session import ray_session, start_logging
@@ -82,10 +81,8 @@ def run(config: Config) -> dict[str, Any]:
     with ExitStack() as stack:
         with watch.step("start_ray"):
             stack.enter_context(ray_session())
-        engines = stack.enter_context(EnginePool(config, target_layer_ids=init_drafter.layers_of(config)))
         with watch.step("init_drafter"):
-            champion = init_drafter.run(config, engines=engines)
-        engines.close()
+            champion = init_drafter.run(config)
         server = _server(config, registry, token)
         config = config.model_copy(
             update={
@@ -100,8 +97,7 @@ def run(config: Config) -> dict[str, Any]:
         with watch.step("serve_traffic"):
             _serve_traffic(config, server)
         with watch.step("collect_to_train"):
-            learned = loop.learn(config, champion=champion, engines=engines)
-            engines.close()
+            learned = loop.learn(config, champion=champion)
         with watch.step("evaluate"):
             report, decision = loop.judge(config, learned)
         _write_summary(config, learned, report, decision, watch, swap=None)

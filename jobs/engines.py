@@ -49,6 +49,7 @@ class EnginePool:
             max_model_len=target.max_model_len,
             target_layer_ids=tuple(target_layer_ids),
             drafter=drafter,
+            check=config.capture.check,
             kv_cache_gib=settings.kv_cache_gib,
             max_num_seqs=settings.max_num_seqs,
             tensor_parallel_size=settings.tensor_parallel_size,
@@ -130,7 +131,8 @@ class EngineActor:
             logger.warning("engines: an engine died over part %d (%s); try %d", index, last, tries)
         try:
             engine, begun = self._started()
-            return replace(self._work.part(engine, index, begun), tries=tries)
+            done = self._work.part(engine, index, begun)
+            return replace(done, tries=max(done.tries, tries))
         except SlipstreamError as error:
             return error
         except Exception as error:

@@ -34,11 +34,7 @@ def run(config: Config, *, engines: Engines | None = None) -> Artifact[DrafterCh
     Raises: ConfigError when another drafter is champion already.
     """
     layers = layers_of(config)
-    if engines is None:
-        with EnginePool(config, target_layer_ids=layers) as pool:
-            states = general_states(config, layers, engines=pool)
-    else:
-        states = general_states(config, layers, engines=engines)
+    states = general_states(config, layers, engines=engines or EnginePool(config, target_layer_ids=layers))
     checkpoint = train.run(training(config), states, start=None, role="champion")
     version = adopt.first_champion(config, checkpoint)
     if version == Registry(config.promote.tracking_uri, config.root).alias(config.model_name, "champion"):
@@ -60,7 +56,7 @@ def general_states(config: Config, layers: Sequence[int], *, engines: Engines) -
     )
     config = config.model_copy(update={"collect": collecting})
     prompts = collect.run(config)
-    responses = regenerate.run(config, prompts, engines=engines)
+    responses = regenerate.run(config, prompts, target_layer_ids=layers, engines=engines)
     states = capture.run(config, responses, target_layer_ids=layers, engines=engines)
     stages.set_current(config.root, "general-states", states)
     return states

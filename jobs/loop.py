@@ -15,7 +15,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, train
-from jobs.engines import EnginePool
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import (
@@ -55,11 +54,7 @@ def learn(
     """
     champion = champion or stages.current(config.root, "champion", DrafterCheckpoint)
     layers = capture.layers_to_capture(config)
-    if engines is None:
-        with EnginePool(config, target_layer_ids=layers) as pool:
-            prompts, responses, states = _gather(config, layers, pool)
-    else:
-        prompts, responses, states = _gather(config, layers, engines)
+    prompts, responses, states = _gather(config, layers, engines or regenerate.engines_of(config, layers))
     drafters = {"champion": champion}
     if champion.manifest.parents.get("states") == states.id:
         return Learned(prompts, responses, states, drafters)
@@ -107,7 +102,7 @@ def _gather(
 ) -> tuple[Artifact[PromptSet], Artifact[ResponseSet], Artifact[HiddenStateCache]]:
     prompts = collect.run(config)
     stages.set_current(config.root, "prompts", prompts)
-    responses = regenerate.run(config, prompts, engines=engines)
+    responses = regenerate.run(config, prompts, target_layer_ids=layers, engines=engines)
     stages.set_current(config.root, "responses", responses)
     states = capture.run(config, responses, target_layer_ids=layers, engines=engines)
     stages.set_current(config.root, "states", states)

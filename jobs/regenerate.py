@@ -6,11 +6,13 @@ ray job submit --working-dir . -- python jobs/regenerate.py --config slipstream.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs.capture import champion_folder, layers_if_known
 from jobs.engines import EnginePool
 from jobs.session import job_main
 from pipeline import regenerate, stages
@@ -20,17 +22,30 @@ from pipeline.engines import Engines
 
 
 def run(
-    config: Config, prompts: stages.Artifact[PromptSet] | None = None, *, engines: Engines | None = None
+    config: Config,
+    prompts: stages.Artifact[PromptSet] | None = None,
+    *,
+    target_layer_ids: Sequence[int] | None = None,
+    engines: Engines | None = None,
 ) -> stages.Artifact[ResponseSet]:
     """The target's answers to the prompts (the current ones by default).
 
-    Engines that are handed over stay up, for the next stage; otherwise they are started and stopped here.
+    Where it is known which layers a drafter reads, their states are kept in the same pass (capture.in_pass). Engines
+    that are handed over must have been made for the same layers.
     """
     prompts = prompts or stages.current(config.root, "prompts", PromptSet)
-    if engines is not None:
-        return regenerate.run(config, prompts, engines=engines)
-    with EnginePool(config) as pool:
-        return regenerate.run(config, prompts, engines=pool)
+    layer_ids = layers_if_known(config) if target_layer_ids is None else tuple(target_layer_ids)
+    engines = engines or engines_of(config, layer_ids)
+    return regenerate.run(config, prompts, engines=engines, target_layer_ids=layer_ids)
+
+
+def engines_of(config: Config, target_layer_ids: Sequence[int]) -> EnginePool:
+    """The engines that answer; with regenerate.speculate = "champion" its drafter drafts there.
+
+    Raises: StageError when it is asked for and there is no champion.
+    """
+    drafter = champion_folder(config) if config.regenerate.speculate == "champion" else None
+    return EnginePool(config, target_layer_ids=target_layer_ids, drafter=drafter)
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -1,60 +1,84 @@
-"""ResponseSet → HiddenStateCache: the target reads every prompt and reply once more, and its states are kept.
+"""ResponseSet → HiddenStateCache: the target's hidden states of every prompt and reply, beside their ids.
 
-A row's states are those of every token but its last, which is never an input: ``num_states = len(ids) - 1``.
-No run begins before one prompt's states agree with a reference forward pass; no row enters the cache whose
-states have holes, numbers that are none, zeros, norms of another scale, or another row's content.
+A row's states are those of every token but its last, which is never an input: ``num_states = len(ids) - 1``. Most are
+taken while the target answers (pipeline/answering.py), and this stage finds their parts done; the others are read by
+one prefill more. No engine begins before one prompt's states agree with what they must be; no row enters the cache
+whose states have holes, numbers that are none, zeros, norms of another scale, or another row's content.
 """
 
+import json
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline import stages
-from pipeline.artifacts import HiddenStateCache, ResponseSet, Shard, package_versions
-from pipeline.capture_check import judge, typical_norms
+from pipeline import stages, twins
+from pipeline.artifacts import HiddenStateCache, ResponseSet, Shard, artifact_dir, derivation_id, package_versions
+from pipeline.cache_parts import CachePlan, ids_of
 from pipeline.config import Config
-from pipeline.engines import Captured, CaptureRequest, Engines
-from pipeline.errors import ConfigError, StageError
+from pipeline.engines import CaptureRequest, Engine, Engines, PartDone
+from pipeline.errors import ConfigError
 from pipeline.fingerprint import target_fingerprint
+from pipeline.follow import Limit, follow
 from pipeline.progress import Progress
-from pipeline.regenerate import require_few_rejects, split_table
-from pipeline.schemas import CACHE, RESPONSES
-from pipeline.shards import PartWriter, read_tables, write_table
+from pipeline.rows import read_rows, tables
+from pipeline.schemas import CACHE, RESPONSES, SPLITS
+from pipeline.shards import Part, PartWriter, commit_part, drop_part, part_path, read_part, write_table
 from pipeline.stages import Artifact
-from pipeline.states import StatesFile, last_state_digest
+from pipeline.storage import move_part, storage_of
 
-STAGE, VERSION = "capture", 1
-CHECK_TOKENS = 48
-CHECK_OTHERS = 3
+STAGE, VERSION = "capture", 2
 
 logger = logging.getLogger("slipstream")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the states of some responses are, or will be: it is known before there are any."""
+
+    folder: Path
+    derivation: str
+    plan: CachePlan
+
+
+def place(config: Config, responses: str, target_layer_ids: Sequence[int], *, splits: Sequence[str] = SPLITS) -> Place:
+    """The cache of the responses of this derivation id. Raises: ConfigError on layers that are not in rising order."""
+    layer_ids = _rising(target_layer_ids)
+    derivation = derivation_id(STAGE, VERSION, {"responses": responses}, _meaning(config, layer_ids, splits))
+    folder = artifact_dir(config.root, HiddenStateCache, derivation)
+    return Place(folder, derivation, _plan(config, folder, derivation, layer_ids))
+
+
 def run(
-    config: Config, responses: Artifact[ResponseSet], *, engines: Engines, target_layer_ids: Sequence[int]
+    config: Config,
+    responses: Artifact[ResponseSet],
+    *,
+    engines: Engines,
+    target_layer_ids: Sequence[int],
+    splits: Sequence[str] = SPLITS,
 ) -> Artifact[HiddenStateCache]:
-    """The hidden states of all responses at the outputs of ``target_layer_ids``, beside their ids.
+    """The hidden states of the responses of these splits at the outputs of ``target_layer_ids``, beside their ids.
 
     Raises: ConfigError on layers that are not in rising order; FingerprintError when the responses are
     another target's; StageError when the capture check fails or too many rows are quarantined.
     """
-    layer_ids = tuple(target_layer_ids)
-    if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
-        raise ConfigError(f"target_layer_ids {list(layer_ids)}: expected different decoder layers in rising order")
+    layer_ids = _rising(target_layer_ids)
     fingerprint = target_fingerprint(config.target.model, dtype=config.target.dtype, target_layer_ids=layer_ids)
     if responses.manifest.fingerprint is not None:
         made_with = responses.manifest.fingerprint.model_copy(update={"target_layer_ids": layer_ids})
         made_with.require_same(fingerprint, where=str(responses.folder))
 
     def build(folder: Path, derivation: str) -> HiddenStateCache:
-        table = read_tables(responses.folder, responses.manifest.shards, RESPONSES)
-        check = _check(config, table.slice(0, 1 + CHECK_OTHERS).to_pylist(), engines, layer_ids)
-        shards, rejects, counts = _build(config, table, PartWriter(folder), engines, typical_norms(check, layer_ids))
+        plan = _plan(config, folder, derivation, layer_ids)
+        work = CaptureWork(plan, responses.folder, responses.manifest.shards, tuple(splits))
+        shards, rejects, counts = _build(config, work, engines)
+        parts = [read_part(part_path(folder, index)) for index in range(work.num_parts)]
         return HiddenStateCache(
             derivation_id=derivation,
             parents={"responses": responses.id},
@@ -64,9 +88,12 @@ def run(
             versions=package_versions(),
             counts=counts,
             rejects=rejects,
-            hidden_size=engines.info().hidden_size,
-            num_states=counts["states"],
-            capture_check=check,
+            hidden_size=_hidden_size(config.target.model),
+            num_states=counts.get("states", 0),
+            states_format=config.capture.states_format,
+            splits=tuple(splits),
+            storage=plan.storage,
+            capture_check=worst([part.check for part in parts]),
         )
 
     return stages.complete(
@@ -75,130 +102,129 @@ def run(
         stage=STAGE,
         version=VERSION,
         parents={"responses": responses.id},
-        meaning={"target": fingerprint.model_dump(), "rows_per_part": config.capture.rows_per_part},
+        meaning=_meaning(config, layer_ids, splits),
         build=build,
     )
 
 
-def _check(
-    config: Config, rows: Sequence[Mapping[str, Any]], engines: Engines, layer_ids: Sequence[int]
-) -> dict[str, float]:
-    if not rows:
-        raise StageError("capture: no responses to capture; run regenerate on some prompts first")
-    first, *others = [_ids(row) for row in rows]
-    check = engines.check_capture(first[:CHECK_TOKENS], others)
-    judge(check, layer_ids=layer_ids, max_error=config.capture.max_check_error)
-    worst = max(check[f"layer_{layer}_error"] for layer in layer_ids)
-    logger.info("capture: check passed, largest relative error %.4f (bf16 noise is about 0.03)", worst)
-    return check
+@dataclass(frozen=True)
+class CaptureWork:
+    """Reads the responses' rows by prefill, a part of the cache for a part of the responses."""
+
+    plan: CachePlan
+    responses: Path
+    shards: tuple[Shard, ...]
+    splits: tuple[str, ...] = SPLITS
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the responses, and so of the cache."""
+        return len(tables(self.shards))
+
+    def rows(self, index: int) -> list[dict[str, Any]]:
+        """The rows of a part that are captured."""
+        shard = tables(self.shards)[index]
+        rows = read_rows(self.responses, [shard], RESPONSES, 0, shard.rows)
+        return rows.filter(pc.is_in(rows.column("split"), pa.array(self.splits))).to_pylist()
+
+    def begin(self, engine: Engine) -> dict[str, float]:
+        """The capture check, on the first rows there are."""
+        every = (ids_of(row) for index in range(self.num_parts) for row in self.rows(index))
+        return self.plan.check(engine, every)
+
+    def part(self, engine: Engine, index: int, begun: Mapping[str, float]) -> PartDone:
+        """The states of one part's rows."""
+        rows = self.rows(index)
+        if not self.plan.is_done(index):
+            with self.plan.begin(engine, index, begun) as part:
+                requests = [CaptureRequest(row["row_id"], tuple(ids_of(row))) for row in rows]
+                part.commit(rows, engine.prefill(requests, states=part))
+        return part_done(index, read_part(part_path(self.plan.folder, index)), rows=len(rows))
 
 
 def _build(
-    config: Config, table: pa.Table, writer: PartWriter, engines: Engines, norms: Sequence[float]
+    config: Config, work: CaptureWork, engines: Engines
 ) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
-    parts = split_table(table, config.capture.rows_per_part)
-    todo = [index for index in range(len(parts)) if not writer.is_done(index)]
-    if todo:
-        _capture_parts(parts, todo, writer, engines, norms)
-    shards, rejects, counts = writer.finish(len(parts))
-    require_few_rejects(STAGE, sum(rejects.values()), len(table), config.capture.max_reject_share, rejects)
+    folder, limit = work.plan.folder, Limit(STAGE, config.capture.max_reject_share)
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = [len(work.rows(index)) for index in range(work.num_parts)]
+    _drop_parts_of_other_replies(work)
+    writer = PartWriter(folder)
+    todo = [index for index in range(work.num_parts) if not writer.is_done(index)]
+    for index in todo:
+        if not sizes[index]:
+            _commit_empty(folder, index)
+    todo = [index for index in todo if sizes[index]]
+    progress = Progress(STAGE, total_rows=sum(sizes), rows_before=sum(sizes) - sum(sizes[index] for index in todo))
+    retries = follow(engines, work, todo, progress=progress, rows=limit)
+    twins.quarantine_twins(folder, work.num_parts)
+    if work.plan.storage:
+        for index in range(work.num_parts):
+            move_part(folder, index, work.plan.storage)  # what a kill has left here
+    writer.reread()
+    shards, rejects, counts = writer.finish(work.num_parts)
+    limit.require(rejects, sum(sizes))
+    counts = {"rows": 0, "states": 0, **counts, "retries": retries}
     logger.info("capture: %s; quarantined: %s", counts, rejects or "none")
     return shards, rejects, counts
 
 
-def _capture_parts(
-    parts: Sequence[pa.Table], todo: Sequence[int], writer: PartWriter, engines: Engines, norms: Sequence[float]
-) -> None:
-    seen, total = Digests(), sum(map(len, parts))
-    for index in set(range(len(parts))) - set(todo):
-        _remember(writer.folder, index, seen)
-    progress = Progress(STAGE, total_rows=total, rows_before=total - sum(len(parts[i]) for i in todo))
-
-    def batches() -> Iterator[tuple[int, list[CaptureRequest], Path]]:
-        for index in todo:
-            requests = [CaptureRequest(row["row_id"], tuple(_ids(row))) for row in parts[index].to_pylist()]
-            yield index, requests, _captured_path(writer.folder, index)
-
-    for index, captured in engines.capture(batches(), norms):
-        rows, rejects = _cache_rows(index, parts[index].to_pylist(), captured, seen)
-        num_states = sum(rows["num_states"].to_pylist())
-        files = _files(writer.folder, index, rows)
-        writer.commit(index, files, rejects=rejects, counts={"rows": len(rows), "states": num_states})
-        progress.add(rows=len(parts[index]), tokens=num_states)
+def _commit_empty(folder: Path, index: int) -> None:
+    """A part of the responses without a row that is captured: no engine is started for it."""
+    table = CACHE.empty_table()
+    commit_part(folder, index, {f"rows-{index:05d}.parquet": (0, write_table(table))}, counts={"rows": 0, "states": 0})
 
 
-def _files(folder: Path, index: int, table: pa.Table) -> dict[str, tuple[int, Any]]:
-    captured = _captured_path(folder, index)
+def _drop_parts_of_other_replies(work: CaptureWork) -> None:
+    """Forget parts whose rows are not those of the responses: they belong to ones that were removed and made anew."""
+    for index in filter(work.plan.is_done, range(work.num_parts)):
+        part = read_part(part_path(work.plan.folder, index))
+        cached = pq.read_table(work.plan.folder / twins.table_of(part).path, columns=["row_id", "ids"]).to_pylist()
+        expected = {row["row_id"]: ids_of(row) for row in work.rows(index)}
+        rejected = {reject["row_id"] for reject in part.rejects}
+        is_whole = {row["row_id"] for row in cached} | rejected == set(expected)
+        if not is_whole or any(expected[row["row_id"]] != row["ids"] for row in cached):
+            logger.warning("capture: part %d holds the states of other replies; it is made again", index)
+            drop_part(work.plan.folder, index)
+
+
+def part_done(index: int, part: Part, *, rows: int) -> PartDone:
+    """What a committed part of the cache amounts to."""
+    return PartDone(index, rows, part.counts["states"], Counter(reject["reason"] for reject in part.rejects))
+
+
+def worst(checks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The worst of every figure of many capture checks: the largest, but for the share of tokens given back."""
+    names = sorted({name for check in checks for name in check})
+    found = {name: [check[name] for check in checks if name in check] for name in names}
+    return {name: min(values) if name == "head_top1" else max(values) for name, values in found.items()}
+
+
+def _hidden_size(model: Path) -> int:
+    """Numbers of a state of one layer. Raises: ConfigError when the target's config.json has none."""
+    config = json.loads((model / "config.json").read_text())
+    config = config.get("text_config", config)
+    if not isinstance(config.get("hidden_size"), int):
+        raise ConfigError(f"{model / 'config.json'}: no hidden_size; target.model must be a text model's folder")
+    return config["hidden_size"]
+
+
+def _plan(config: Config, folder: Path, derivation: str, layer_ids: tuple[int, ...]) -> CachePlan:
+    storage = storage_of(config.capture.storage, derivation) if config.capture.storage else None
+    return CachePlan(folder, layer_ids, config.capture, storage)
+
+
+def _meaning(config: Config, layer_ids: tuple[int, ...], splits: Sequence[str]) -> dict[str, Any]:
+    target = target_fingerprint(config.target.model, dtype=config.target.dtype, target_layer_ids=layer_ids)
     return {
-        _states_name(index): (len(table), lambda path: os.replace(captured, path)),
-        f"rows-{index:05d}.parquet": (len(table), write_table(table)),
+        "target": target.model_dump(),
+        "states_format": config.capture.states_format,
+        "splits": [split for split in SPLITS if split in splits],
     }
 
 
-def _cache_rows(
-    index: int, rows: Sequence[Mapping[str, Any]], captured: Sequence[Captured], seen: "Digests"
-) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """The part's table and its quarantined rows. Results are found by id, never by their order."""
-    by_id = {result.row_id: result for result in captured}
-    for row in rows:
-        if (result := by_id.get(row["row_id"])) and not result.reason:
-            seen.add(result.digest, row["row_id"], _ids(row))
-    kept, rejects = [], []
-    for row in rows:
-        row_id = row["row_id"]
-        result = by_id.get(row_id) or Captured(row_id, reason="no_result", detail={})
-        if result.reason:
-            rejects.append({"row_id": row_id, "reason": result.reason, **result.detail})
-        elif twins := seen.twins(result.digest, _ids(row)):
-            rejects.append({"row_id": row_id, "reason": "duplicate_states", "same_as": twins})
-        else:
-            kept.append(_cache_row(index, row, result))
-    return pa.Table.from_pylist(kept, schema=CACHE), rejects
-
-
-def _cache_row(index: int, row: Mapping[str, Any], result: Captured) -> dict[str, Any]:
-    ids = _ids(row)
-    return {
-        **{name: row[name] for name in ("row_id", "conversation", "split", "slice", "weight")},
-        "ids": ids,
-        "num_prompt_tokens": len(row["prompt_ids"]),
-        "num_states": len(ids) - 1,
-        "states_file": _states_name(index),
-        "states_batch": result.states_batch,
-    }
-
-
-class Digests:
-    """Which inputs have which last state. Two inputs with one and the same: at least one is not its own."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, dict[int, str]] = {}
-
-    def add(self, digest: str, row_id: str, ids: Sequence[int]) -> None:
-        """Remember a row's last state."""
-        self._rows.setdefault(digest, {}).setdefault(hash(tuple(ids[:-1])), row_id)
-
-    def twins(self, digest: str, ids: Sequence[int]) -> list[str]:
-        """Rows that have this digest although their input was another."""
-        own = hash(tuple(ids[:-1]))
-        return [row_id for inputs, row_id in self._rows.get(digest, {}).items() if inputs != own]
-
-
-def _remember(folder: Path, index: int, seen: Digests) -> None:
-    """Take the digests of a part that an earlier run committed."""
-    states = StatesFile(folder / _states_name(index))
-    for row in pq.read_table(folder / f"rows-{index:05d}.parquet").to_pylist():
-        seen.add(last_state_digest(states.words(row["states_batch"])), row["row_id"], row["ids"])
-
-
-def _captured_path(folder: Path, index: int) -> Path:
-    """Where the engine writes; the part's commit takes it from there, and a new run removes what is left."""
-    return folder / f".capturing-{index:05d}.arrow"
-
-
-def _states_name(index: int) -> str:
-    return f"states-{index:05d}.arrow"
-
-
-def _ids(row: Mapping[str, Any]) -> list[int]:
-    return row["prompt_ids"] + row["response_ids"]
+def _rising(target_layer_ids: Sequence[int]) -> tuple[int, ...]:
+    layer_ids = tuple(target_layer_ids)
+    if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
+        raise ConfigError(f"target_layer_ids {list(layer_ids)}: expected different decoder layers in rising order")
+    return layer_ids

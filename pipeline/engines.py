@@ -5,7 +5,7 @@ the part's rows, has the engine answer or read them, and commits the part's file
 states pass through a driver.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,8 +131,8 @@ class Work(Protocol):
 class Engines(Protocol):
     """One or several engines of one target."""
 
-    def run(self, work: Work, parts: Sequence[int]) -> Iterator[PartDone]:
-        """The parts as they are done, in any order; what an engine died over is done by another.
+    def run(self, work: Work, parts: Sequence[int]) -> Generator[PartDone, None, None]:
+        """The parts as they are done, in any order; what an engine died over is done by another. Closing it ends them.
 
         Raises: StageError when an engine cannot start, or a part takes down one engine after another.
         """

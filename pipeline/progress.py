@@ -10,7 +10,7 @@ class Progress:
     """Logs a line whenever a part is done. Parts of an earlier run count as done, but not as speed."""
 
     def __init__(self, stage: str, *, total_rows: int, rows_before: int = 0):
-        self._stage, self._total = stage, total_rows
+        self._stage, self.total_rows = stage, total_rows
         self._before, self._rows, self._tokens = rows_before, 0, 0
         self._started = time.monotonic()
         if rows_before:
@@ -21,12 +21,12 @@ class Progress:
         self._rows += rows
         self._tokens += tokens
         elapsed = time.monotonic() - self._started
-        left = self._total - self._before - self._rows
+        left = self.total_rows - self._before - self._rows
         logger.info(
             "%s: %d of %d rows, %.0f tokens/s, about %.0f s left",
             self._stage,
             self._before + self._rows,
-            self._total,
-            self._tokens / elapsed,
-            elapsed / self._rows * left,
+            self.total_rows,
+            self._tokens / max(1e-9, elapsed),
+            elapsed / max(1, self._rows) * left,
         )
