@@ -53,7 +53,7 @@ def training_step_vs_reference(setting: Setting) -> dict[str, Figure]:
 
     from bench.oracles import plain_reference as plain
     from drafter.loss import decay_weights, dpace_weights
-    from drafter.train import backward
+    from drafter.step import backward
 
     differences = []
     for slot_weights, weigh in ((dpace_weights(0.5), plain.dpace(0.5)), (decay_weights(4), plain.decay(1.75))):

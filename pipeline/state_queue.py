@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from pipeline.artifacts import Frozen, write_durably
-from pipeline.errors import ConfigError, StageError
+from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.heartbeat import Watch
-from pipeline.shards import Part, part_path
+from pipeline.shards import Part, part_path, read_part
 
 # A part that has taken this many engines down is given up.
 MAX_TRIES = 3
@@ -147,18 +147,23 @@ class StateQueue:
 
     def rejects_of(self, parts: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of these committed parts that were rejected."""
-        return [reject for index in parts for reject in self._part(index).rejects]
+        return [one for index in parts for one in read_part(part_path(self.folder, index)).rejects]
 
-    def release(self, num_parts: int) -> None:
-        """Remove the first so many parts. Only when a durable checkpoint covers every row of them."""
+    def release(self, num_parts: int, *, rejects: Sequence[dict[str, Any]] = ()) -> None:
+        """Remove the first so many parts. Only when a durable checkpoint covers every row of them.
+
+        ``rejects`` are rows that whoever took the parts out has left out of them. Parts that are not here, since
+        somebody removed the queue, are taken for done with, too.
+        """
         with self._locked():
             before = self.released()
             leaving = self.order[before.parts : num_parts]
             if leaving:
+                parts = [part for index in leaving if (part := self._whole_part(index))]
                 counts = Counter(before.counts)
-                for index in leaving:
-                    counts.update(self._part(index).counts)
-                rejects = (*before.rejects, *self.rejects_of(leaving))
+                for part in parts:
+                    counts.update(part.counts)
+                rejects = (*before.rejects, *(reject for part in parts for reject in part.rejects), *rejects)
                 after = Released(parts=num_parts, counts=dict(counts), rejects=rejects)
                 write_durably(self.folder / "released.json", after.model_dump_json().encode())
             # Whatever a release that was killed has left, too: it would take the room of what comes.
@@ -207,16 +212,11 @@ class StateQueue:
             return None
         return claim
 
-    def _part(self, index: int) -> Part:
-        return Part.model_validate_json(part_path(self.folder, index).read_text())
-
     def _whole_part(self, index: int) -> Part | None:
         try:
-            part = self._part(index)
-            sizes = [(self.folder / shard.path).stat().st_size == shard.bytes for shard in part.shards]
-        except (FileNotFoundError, ValidationError):
+            return read_part(part_path(self.folder, index))
+        except (FileNotFoundError, SchemaError, ValidationError):
             return None
-        return part if all(sizes) else None
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         for path in self.folder.iterdir():

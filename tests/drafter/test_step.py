@@ -3,7 +3,7 @@ import torch
 import toys
 
 from bench.oracles.plain_reference import decay, dpace, draft_hidden, full_logit_loss
-from drafter.train import backward, slot_weights_of
+from drafter.step import backward, slot_weights_of
 
 
 @pytest.mark.parametrize(("loss", "weigh"), [("dpace", dpace(0.5)), ("decay", decay(1.75))])

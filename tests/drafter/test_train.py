@@ -9,8 +9,9 @@ import torch.multiprocessing as mp
 import toys
 import two_processes
 
-from drafter import train
+from drafter import loop, train
 from drafter.checkpoint import load_drafter, save_drafter
+from drafter.feed import CachedFeed
 from drafter.optim import Optimizer
 from drafter.shape import config_of
 from drafter.walk import WalkCounts, walk
@@ -38,6 +39,12 @@ def measured(manifest):
 
 def run(root, **settings):
     return train.run(toys.config(root, **settings), states(root), start=None, role="champion")
+
+
+def train_rows(model, frozen, rows, config, folder):
+    """Train on these rows, and walk over them."""
+    feed = CachedFeed(rows, config, block_size=model.shape.block_size)
+    return loop.train_loop(model, frozen, feed, rows, config, folder)
 
 
 class Killed(BaseException):
@@ -71,7 +78,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(killed_after, site, mon
 def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends_the_same(site, monkeypatch):
     other = toys.target_folder(site / "other" / "target").parent
     straight = run(other)
-    saves, save = [], train._save
+    saves, save = [], loop.save
 
     def saving(*arguments):
         saves.append(1)
@@ -80,7 +87,7 @@ def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends
         save(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_save", saving)
+        patch.setattr(loop, "save", saving)
         with pytest.raises(Killed):
             run(site)
     require_same(run(site), straight)
@@ -114,10 +121,10 @@ def test_the_step_with_the_best_walk_is_kept(tmp_path, monkeypatch):
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return WalkCounts(1, 20, 10, next(lengths), [0, 0, 0]), {}
 
-    monkeypatch.setattr(train, "walk", scripted)
+    monkeypatch.setattr(loop, "walk", scripted)
     model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
     rows = [toys.counting_row(3 * i, 18, 3) for i in range(3)]
-    progress = train.train_loop(model, frozen, rows, rows, toys.config(tmp_path).train, tmp_path)
+    progress = train_rows(model, frozen, rows, toys.config(tmp_path).train, tmp_path)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert progress.best["step"] == 4 and progress.best["acceptance_length"] == pytest.approx(1.9)
     assert all(torch.equal(best[name], weights[2][name]) for name in best)
@@ -183,7 +190,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
     frozen.head[0, 0] = float("inf")
     rows = [toys.counting_row(3, 18, 3)]
     with pytest.raises(StageError, match="not finite"):
-        train.train_loop(model, frozen, rows, rows, toys.config(tmp_path).train, tmp_path)
+        train_rows(model, frozen, rows, toys.config(tmp_path).train, tmp_path)
 
 
 def test_the_configured_mask_token_wins_then_the_tokenizers_and_padding_never(site, caplog):

@@ -25,7 +25,8 @@ def train_case(name: str, folder: Path) -> dict:
     """Weights and curve after a few steps on toy rows."""
     import toys
 
-    from drafter.train import train_loop
+    from drafter.feed import CachedFeed
+    from drafter.loop import train_loop
 
     rows = [toys.counting_row(3 * i, 16 + i, 3) for i in range(5)]
     settings = {"steps": 5, "checkpoint_every": 1}
@@ -35,5 +36,6 @@ def train_case(name: str, folder: Path) -> dict:
         settings["blocks_per_step"] = 4
     config = toys.config(folder, **settings).train
     model = toys.drafter(toys.shape(num_hidden_layers=1))
-    progress = train_loop(model, toys.frozen(), rows, [toys.counting_row(1, 14, 4)], config, folder)
+    feed = CachedFeed(rows, config, block_size=model.shape.block_size)
+    progress = train_loop(model, toys.frozen(), feed, [toys.counting_row(1, 14, 4)], config, folder)
     return {"weights": model.state_dict(), "curve": progress.curve, "step": progress.step}

@@ -1,0 +1,168 @@
+"""Training while the states are captured: each row of a corpus that is larger than the disk, once.
+
+The states come through a queue (pipeline/state_queue.py) in the order of the plan. After a window's last step comes a
+checkpoint, and only when it is durable are the window's states removed: a killed run goes on exactly where its
+checkpoint is, and only what is not in the queue any more, or not yet, is captured again.
+
+What a streamed run cannot do: see a row again in a second epoch; try several settings on the same states; come to the
+same bits after a crash, since states that are captured again may differ in bf16; walk over anything but the held-out
+rows, which are cached.
+"""
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from drafter.anchors import draw_anchors
+from drafter.dataset import CachedRow
+from drafter.processes import meet, rank_and_world
+from drafter.stream_plan import PlannedRow, StreamPlan, Window, replies_of
+from pipeline.artifacts import DrafterCheckpoint, ResponseSet, artifact_dir
+from pipeline.config import Config
+from pipeline.errors import StageError
+from pipeline.follow import Limit
+from pipeline.shards import part_path
+from pipeline.shards import read_part as read_record
+from pipeline.stages import Artifact, exclusive
+from pipeline.state_queue import StateQueue
+from pipeline.twins import REASON, table_of
+
+logger = logging.getLogger("slipstream")
+
+LIMITS = (
+    "every row is trained on once: no second epoch and no second setting on the same states; what is captured again "
+    "after a crash need not be equal to the bit; walks cover the held-out rows alone"
+)
+
+
+def queue_of(config: Config, folder: Path, plan: StreamPlan) -> StateQueue:
+    """The queue of the run that trains in this folder."""
+    return StateQueue(_queues(config) / folder.name, plan.queue_bytes, plan.expected)
+
+
+def remove_queue(config: Config, folder: Path) -> None:
+    """Remove the queue of a run that has ended."""
+    shutil.rmtree(_queues(config) / folder.name, ignore_errors=True)
+
+
+def remove_abandoned(config: Config, keep: Path) -> None:
+    """Remove the queues of runs that are not going on; what they still need is captured again when they are."""
+    for queue in _queues(config).glob("*/"):
+        if queue.name == keep.name:
+            continue
+        try:
+            with exclusive(artifact_dir(config.root, DrafterCheckpoint, queue.name), "train"):
+                logger.info("train: removed the states of a streamed run that was abandoned (%s)", queue.name)
+                shutil.rmtree(queue)
+        except StageError:  # it is going on
+            continue
+
+
+class StreamFeed:
+    """Rows as they come through the queue; see drafter/feed.py."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: StreamPlan,
+        queue: StateQueue,
+        responses: Artifact[ResponseSet],
+        *,
+        block_size: int,
+    ):
+        self.num_steps = plan.num_steps
+        self._plan, self._queue, self._responses, self._block_size = plan, queue, responses, block_size
+        self._anchors_per_row, self._seed = config.train.anchors_per_row, config.train.seed
+        self._limit = Limit("capture", config.capture.max_reject_share)
+        self._window: Window | None = None
+        self._rows: dict[str, CachedRow] = {}
+        self._seen: dict[str, int] = {}  # digest → hash of the ids that have it
+        self._twins: list[dict[str, Any]] = []
+        self._released = -1
+        self._waited_s = 0.0
+
+    def replies(self) -> Iterator[Tensor]:
+        """The reply of each row of the plan."""
+        return replies_of(self._responses, self._plan)
+
+    def rows_of(self, step: int) -> list[tuple[CachedRow, Tensor]]:
+        """The rows of a step, once they are there; those that were kept out of the cache are missing from it."""
+        window = self._plan.window_of(step)
+        if window is not self._window:
+            self._take(window)
+        planned = [row for row in window.rows_of(step) if row.row_id in self._rows]
+        return [(self._rows[row.row_id], self._anchors_of(row)) for row in planned]
+
+    def wants_checkpoint(self, step: int) -> bool:
+        """After a window's last step: its states hold the room that the window after the next one needs."""
+        return step == self._plan.window_of(step - 1).steps.stop
+
+    def covered(self, step: int) -> None:
+        """Release the windows that are through, when no process looks at them any more."""
+        num_parts = self._plan.parts_before(step)
+        if num_parts == self._released:
+            return
+        self._window, self._rows = None, {}
+        meet()
+        if rank_and_world()[0] == 0:
+            self._queue.release(num_parts, rejects=self._twins)
+        self._released, self._twins = num_parts, []
+
+    def figures(self) -> dict[str, float]:
+        """How long training has waited for states so far: back-pressure the other way round."""
+        return {"waited_for_states_s": round(self._waited_s, 3)}
+
+    def outcome(self) -> tuple[int, dict[str, int]]:
+        """Rows that were trained on, and those that were not by reason, once all is released."""
+        rejects = self._queue.released().rejects
+        kept_out = {reject["row_id"] for reject in rejects}
+        trained = sum(row.row_id not in kept_out for row in self._plan.rows())
+        return trained, dict(Counter(str(reject["reason"]) for reject in rejects))
+
+    def _take(self, window: Window) -> None:
+        from drafter.dataset import read_part
+
+        """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""
+        self._window, self._rows = None, {}
+        self._waited_s += self._queue.wait_for(window.parts)
+        rejects = [*self._queue.released().rejects, *self._queue.rejects_of(window.parts)]
+        self._limit.require(Counter(str(reject["reason"]) for reject in rejects), self._plan.num_rows)
+        rows = [row for part in window.parts for row in read_part(self._queue.folder, part)]
+        self._twins = self._find_twins(window.parts)
+        twins = {twin["row_id"] for twin in self._twins}
+        self._rows = {row.row_id: row for row in rows if row.row_id not in twins}
+        self._window = window
+
+    def _find_twins(self, parts: Sequence[int]) -> list[dict[str, Any]]:
+        """Rejects for rows whose last state is another input's, here or in a window since this process began."""
+        rows = [row for part in parts for row in _digests(self._queue.folder, part)]
+        inputs: dict[str, set[int]] = {digest: set() for _, digest, _ in rows}
+        for _, digest, ids in rows:
+            inputs[digest] |= {ids, self._seen.get(digest, ids)}
+        self._seen |= {digest: ids for _, digest, ids in rows}
+        return [
+            {"row_id": row_id, "reason": REASON, "digest": digest}
+            for row_id, digest, _ in rows
+            if len(inputs[digest]) > 1
+        ]
+
+    def _anchors_of(self, planned: PlannedRow) -> Tensor:
+        row, seed = self._rows[planned.row_id], self._seed * 1_000_003 * 1_000_003 + planned.number
+        return draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, self._anchors_per_row, seed=seed)
+
+
+def _digests(folder: Path, index: int) -> Iterator[tuple[str, str, int]]:
+    """Row id, digest of the last state, and hash of the ids that it was made from, of a part's rows."""
+    path = folder / table_of(read_record(part_path(folder, index))).path
+    for row in pq.read_table(path, columns=["row_id", "digest", "ids"]).to_pylist():
+        yield row["row_id"], row["digest"], hash(tuple(row["ids"][:-1]))
+
+
+def _queues(config: Config) -> Path:
+    return config.root / "queue"
