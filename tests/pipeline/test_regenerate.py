@@ -1,4 +1,4 @@
-"""Regeneration: exact ids by row id, one bad row rejected alone, parts that no crash takes back, states in the same pass."""
+"""Regeneration: exact ids by row id, one bad row rejected alone, parts that no crash takes back, states in the pass."""
 
 import json
 from itertools import pairwise
