@@ -12,6 +12,9 @@ from tiny import tiny_drafter, tiny_target
 from jobs.served import ServedDrafters
 from pipeline.config import Config
 from pipeline.errors import StageError
+from pipeline.on_record import served_reply
+from pipeline.render import Renderer
+from pipeline.rendering_check import require_same_rendering
 from serving.deploy import Replica, engine, roll_out, run_probe, status, swap_replica
 from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError
@@ -54,7 +57,7 @@ def fleet(tmp_path_factory):
         tap_dir=root / "traffic",
         tap_consent="header:X-Consent=yes",
         tap_subject_header="X-Subject",
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", "SLIPSTREAM_TAP_TARGET": "f00d"},
     )
     with server:
         print(f"\nserver start {server.start_s} s")
@@ -191,6 +194,26 @@ def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
     assert [line["response"]["text"] for line in lines] == [replies[0].text, replies[1].text]
     assert lines[0]["response"]["choices"][0]["token_ids"] == replies[0].token_ids
     assert lines[0]["drafter_version"] == "1"
+
+
+def test_a_chats_exact_ids_are_on_record_whole_and_streamed_and_are_those_that_are_rendered_here(fleet):
+    ask = {"model": fleet.server.served_name, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    whole = ask | RETURN_IDS | {"max_tokens": 9}
+    streamed = whole | {"stream": True, "stream_options": {"include_usage": True}}
+    silent = ask | {"max_tokens": 9}
+    consent = {"X-Consent": "yes", "X-Subject": "ben"}
+    replies = drive_sync(fleet.url, [whole, streamed, silent], concurrency=1, headers=consent)
+    assert all(reply.ok for reply in replies), [reply.error for reply in replies]
+    (log,) = (fleet.root / "traffic").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    found = [served_reply(line) for line in lines if line["subject"] == "ben"]
+    assert found[0] == found[1] is not None and found[2] is None
+    assert (list(found[0].ids), found[0].target) == (replies[0].token_ids, "f00d")
+    renderer = Renderer(fleet.target)
+    assert list(found[0].prompt_ids) == renderer.prompt_ids(ask["messages"])
+    require_same_rendering(
+        Config(target={"model": fleet.target}, regenerate={"rendering_url": fleet.url}), renderer, None
+    )
 
 
 def test_the_probe_prompts_tokens_are_those_of_any_client(fleet):
