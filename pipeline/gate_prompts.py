@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import acceptance
-from pipeline.artifacts import ResponseSet, TargetFingerprint
+from pipeline.artifacts import PromptSet, ResponseSet, TargetFingerprint
 from pipeline.canonical import CanonicalRequest, canonical_request
 from pipeline.config import Config
 from pipeline.errors import Rejected, StageError
 from pipeline.plan import row_seed
 from pipeline.sampling import measured
-from pipeline.schemas import RESPONSES
+from pipeline.schemas import PROMPTS, RESPONSES
 from pipeline.shards import read_tables
 from pipeline.slices import served_slices
 from pipeline.sources import Unreadable, find_sources, read_records
-from pipeline.stages import Artifact
+from pipeline.stages import Artifact, open_artifact
 
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 4, 8
 _GENERAL_SEED = 1  # a cold start trains on those of seed 0
@@ -64,6 +64,8 @@ def from_responses(config: Config, responses: Artifact[ResponseSet], *, block_si
     Raises: StageError when no gate row can be served; ConfigError when a file of general prompts is missing.
     """
     rows = read_tables(responses.folder, responses.manifest.shards, RESPONSES).to_pylist()
+    if config.evaluate.sampling == "traffic":
+        rows = _as_asked(config, responses, rows)
     # Warming up must leave nothing of the gate set in a cache.
     others = [row for row in rows if row["split"] != "gate"]
     general, rejects = general_rows(config, block_size=block_size)
@@ -95,6 +97,17 @@ def from_files(
     return GatePrompts(
         rows, general, _warm_up(config, warm_up), {}, fingerprint, dict(Counter(rejects) + Counter(more))
     )
+
+
+def _as_asked(
+    config: Config, responses: Artifact[ResponseSet], rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows with their requests' own sampling in place of how the target answered them, which was greedily."""
+    prompts = open_artifact(config.root, PromptSet, responses.manifest.parents["prompts"])
+    asked = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS)
+    names = ["row_id", "temperature", "top_p", "sampling"]
+    own = {row["row_id"]: row for row in asked.select(names).to_pylist()}
+    return [{**row, **own[row["row_id"]]} for row in rows]
 
 
 def _gate_rows(

@@ -2,12 +2,18 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from pipeline import gate_prompts
-from pipeline.artifacts import TargetFingerprint
-from pipeline.config import Config
+from pipeline import collect, gate_prompts
+from pipeline.artifacts import ResponseSet, TargetFingerprint, describe_file
+from pipeline.config import CollectConfig, Config
 from pipeline.errors import ConfigError, StageError
+from pipeline.plan import plan
+from pipeline.schemas import PROMPTS, RESPONSES
+from pipeline.shards import read_tables
+from pipeline.stages import Artifact
 from tests.tiny import SPECIAL, _tokenizer
 
 TARGET = TargetFingerprint(
@@ -106,3 +112,43 @@ def test_warming_up_leaves_no_whole_prompt_in_a_cache(config, tmp_path):
     found = prompts_of(config, tmp_path, *(said("a longer prompt than the opening " * 2 + str(i)) for i in range(6)))
     assert found.warm_up
     assert all(len(row["prompt_ids"]) <= 8 for row in found.warm_up)
+
+
+def answered(config, tmp_path, monkeypatch, *records):
+    """Responses to collected records, all of them gate rows that the target answered greedily."""
+    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"consent": "recorded", **record}) + "\n" for record in records))
+    prompts = collect.run(config.model_copy(update={"collect": CollectConfig(sources=(log,), redaction="none")}))
+    rows = []
+    for row in read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist():
+        asked = plan(config, {**row, "split": "gate"}, [0, 5, 6], target_id="").request
+        drawn = {"temperature": asked.temperature, "sampling": asked.sampling, "max_tokens": asked.max_tokens}
+        rows.append({**row, **drawn, "split": "gate", "prompt_ids": [0, 5, 6], "response_ids": [7, 8, 1]})
+    folder = tmp_path / "responses"
+    folder.mkdir()
+    table = pa.Table.from_pylist(rows, schema=RESPONSES)
+    pq.write_table(table, folder / "responses.parquet")
+    shards = (describe_file(folder / "responses.parquet", rows=len(rows)),)
+    parents = {"prompts": prompts.id}
+    return Artifact(folder, ResponseSet(derivation_id="r", parents=parents, shards=shards, fingerprint=TARGET))
+
+
+def test_the_traffics_own_sampling_of_a_gate_row_is_not_lost_to_its_greedy_answer(config, tmp_path, monkeypatch):
+    records = [said("warm", temperature=0.5, top_k=7, stop=["x"]), said("cold", temperature=0), said("silent")]
+    responses = answered(config, tmp_path, monkeypatch, *records)
+    traffic = gate_prompts.from_responses(with_evaluate(config, sampling="traffic"), responses, block_size=4)
+    found = [{k: v for k, v in row["sampling"].items() if k != "seed"} for row in traffic.gate]
+    assert sorted(found, key=str) == [{"temperature": 0.0}, {"temperature": 0.5, "top_k": 7}, {}]
+    assert sum("seed" in row["sampling"] for row in traffic.gate) == 2
+    greedy = gate_prompts.from_responses(config, responses, block_size=4)
+    assert [row["sampling"] for row in greedy.gate] == [{"temperature": 0.0}] * 3
+
+
+def test_a_constraint_is_served_and_prompts_that_differ_in_it_alone_are_two(config, tmp_path):
+    constrained = said("pick", structured_outputs={"choice": ["yes", "no"]}, presence_penalty=0.5, stop="x")
+    found = prompts_of(config, tmp_path, said("pick"), constrained)
+    assert sorted((row["sampling"] for row in found.gate), key=len) == [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "presence_penalty": 0.5, "structured_outputs": {"choice": ["yes", "no"]}},
+    ]
