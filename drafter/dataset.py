@@ -1,20 +1,23 @@
-"""Cached rows as tensors: states are mapped from disk and reach torch without a copy."""
+"""Cached rows as batches of tensors: states are copied once, from the mapped file into the batch."""
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import HiddenStateCache
+from drafter.disk_states import DiskStates, StatesFolder
+from pipeline.artifacts import HiddenStateCache, Shard
+from pipeline.config import CaptureConfig
 from pipeline.errors import SchemaError
 from pipeline.schemas import CACHE
-from pipeline.shards import read_tables
+from pipeline.shards import part_path, read_tables
+from pipeline.shards import read_part as read_record
 from pipeline.stages import Artifact
+from pipeline.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class CachedRow:
     slice: str
     ids: Tensor  # int64 [n], prompt and reply
     num_prompt_tokens: int
-    states: Tensor  # bfloat16 [n - 1, F], of positions 0..n-2; a read-only view of the file
+    states: Tensor | DiskStates  # [n - 1, F], of positions 0..n-2
 
     @property
     def num_tokens(self) -> int:
@@ -49,33 +52,52 @@ class Batch:
         return int(self.is_real.sum())
 
 
-def read_rows(cache: Artifact[HiddenStateCache], split: str) -> list[CachedRow]:
-    """The rows of one split, in stored order. Raises: SchemaError when a file is not what the table says."""
-    table = read_tables(cache.folder, cache.manifest.shards, CACHE)
-    files: dict[str, pa.ipc.RecordBatchFileReader] = {}
-    rows = []
-    for row in table.to_pylist():
-        if row["split"] != split:
-            continue
-        name = row["states_file"]
-        if name not in files:
-            files[name] = pa.ipc.open_file(pa.memory_map(str(cache.folder / name)))
-        states = _states_of(files[name], row["states_batch"], cache.folder / name)
-        if states.shape[0] != row["num_states"] or len(row["ids"]) != row["num_states"] + 1:
+def read_rows(cache: Artifact[HiddenStateCache], split: str, *, staging_bytes: int | None = None) -> list[CachedRow]:
+    """The rows of one split, in stored order; their states stay on disk, or on storage, until a batch needs them.
+
+    States that are on storage are staged under the run root, within ``staging_bytes`` (by default what capture was
+    configured with). Raises: SchemaError when a file is not what the manifest says.
+    """
+    staging, manifest = None, cache.manifest
+    if manifest.storage is not None:
+        budget = staging_bytes or CaptureConfig.model_validate(manifest.config).staging_bytes
+        staging = Staging(manifest.storage, manifest.shards, cache.folder.parents[1] / "staged", max_bytes=budget)
+    files = StatesFolder(cache.folder, manifest.shards, staging)
+    return list(_rows(cache.folder, manifest.shards, files, split))
+
+
+def read_part(folder: Path, index: int) -> list[CachedRow]:
+    """The rows of one committed part, of a folder that need not have a manifest yet. Raises: as ``read_rows``."""
+    shards = read_record(part_path(folder, index)).shards
+    return list(_rows(folder, shards, StatesFolder(folder, shards), None))
+
+
+def _rows(folder: Path, shards: Sequence[Shard], files: StatesFolder, split: str | None) -> Iterator[CachedRow]:
+    table = read_tables(folder, shards, CACHE)
+    if split is not None:
+        table = table.filter(pc.equal(table["split"], split))
+    for row in (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()):
+        if len(row["ids"]) != row["num_states"] + 1:
             raise SchemaError(
-                f"{cache.folder / name}: row {row['row_id']} has {states.shape[0]} states, {row['num_states']} in "
-                f"the table, and {len(row['ids'])} ids; remove {cache.folder} and capture again"
+                f"{folder}: row {row['row_id']} has {row['num_states']} states and {len(row['ids'])} ids, which is one "
+                f"more of all sound rows; remove {folder} and capture again"
             )
+        states = DiskStates(files, row["states_file"], row["states_batch"], row["num_states"])
         ids = torch.tensor(row["ids"], dtype=torch.int64)
-        rows.append(CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states))
-    return rows
+        yield CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states)
+
+
+def shard_sizes(rows: Sequence[CachedRow]) -> list[int]:
+    """Rows of each run of rows that share a states file: what ``Order`` keeps together."""
+    names = (row.states.name if isinstance(row.states, DiskStates) else "" for row in rows)
+    return [sum(1 for _ in same) for _, same in groupby(names)]
 
 
 def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: int, dtype: torch.dtype) -> Batch:
     """The batch of these rows and their anchors (each int64 [m], m may be 0). Raises: SchemaError on NaN or Inf."""
     width = max(len(a) for a in anchors)
     length = max(int(a.max()) for a in anchors if len(a))
-    D, F = len(rows), rows[0].states.shape[1]
+    D, F = len(rows), rows[0].states.shape[1]  # zeros where no block of the row sees a state
     states = torch.zeros(D, length, F, dtype=dtype)
     positions = torch.ones(D, width, dtype=torch.int64)
     is_real = torch.zeros(D, width, dtype=torch.bool)
@@ -86,8 +108,11 @@ def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: in
         m = len(drawn)
         if m == 0:
             continue
-        end = min(length, row.states.shape[0])
-        states[i, :end] = row.states[:end]
+        end = int(drawn.max())  # no block sees a state at its anchor, or after it
+        if isinstance(row.states, DiskStates):
+            row.states[:end].copy_into(states[i, :end])
+        else:
+            states[i, :end] = row.states[:end]
         positions[i, :m], is_real[i, :m] = drawn, True
         anchor_ids[i, :m] = row.ids[drawn]
         labels[i, :m] = row.ids[(drawn[:, None] + slots).clamp_max(row.num_tokens - 1)]
@@ -95,20 +120,3 @@ def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: in
         bad = [row.row_id for i, row in enumerate(rows) if not torch.isfinite(states[i]).all()]
         raise SchemaError(f"rows {bad}: cached states are not finite; capture them again")
     return Batch(states, positions, is_real, anchor_ids, labels)
-
-
-def _states_of(reader: pa.ipc.RecordBatchFileReader, batch: int, path: Path) -> Tensor:  # bfloat16 [n, F]
-    column = reader.get_batch(batch).column(0)
-    if not pa.types.is_fixed_size_binary(column.type):
-        raise SchemaError(f"{path}: column of {column.type}, expected fixed-size binary; see schemas.states_schema")
-    width = column.type.byte_width
-    words = np.frombuffer(column.buffers()[1], np.uint8, len(column) * width, column.offset * width)
-    # Mapped files are read-only, which numpy's view keeps and torch only warns of: nothing here writes to it.
-    words = words.view(np.int16).reshape(len(column), width // 2)
-    return _from_readonly(words).view(torch.bfloat16)
-
-
-def _from_readonly(words: np.ndarray) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(words)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import save_file
@@ -16,9 +17,10 @@ from drafter.model import Drafter
 from drafter.shape import DrafterShape
 from pipeline.artifacts import HiddenStateCache, TargetFingerprint, commit, load
 from pipeline.config import Config
-from pipeline.schemas import CACHE, states_schema
+from pipeline.schemas import CACHE
 from pipeline.shards import PartWriter, write_table
 from pipeline.stages import Artifact
+from pipeline.states import StateShards
 
 VOCAB, MASK_TOKEN_ID = 32, 31
 FINGERPRINT = TargetFingerprint(
@@ -118,22 +120,28 @@ def cache(
     fingerprint: TargetFingerprint | None = FINGERPRINT,
     derivation: str = "cache",
     num_layers: int = 3,
+    states_format: str = "bf16",
+    shard_bytes: int = 1 << 28,
     **table_changes,
 ) -> Artifact[HiddenStateCache]:
-    """A complete HiddenStateCache of (split, row) pairs: one table, one Arrow file, a record batch a row."""
+    """A complete HiddenStateCache of (split, row) pairs, in one part."""
     folder = Path(root) / "states" / derivation
     writer = PartWriter(folder)
     width = rows[0][1].states.shape[1] if rows else 30
-    states = states_schema(num_layers, width // num_layers)
-
-    def write_states(path: Path) -> None:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, states) as file:
-            for _, row in rows:
-                words = row.states.contiguous().view(torch.int16).numpy().tobytes()
-                step = width * 2
-                values = [words[i : i + step] for i in range(0, len(words), step)]
-                file.write_batch(pa.record_batch([pa.array(values, states.field(0).type)], schema=states))
-
+    sink = StateShards(
+        folder,
+        0,
+        num_layers=num_layers,
+        hidden_size=width // num_layers,
+        states_format=states_format,
+        shard_bytes=shard_bytes,
+    )
+    where = []
+    for _, row in rows:
+        n = row.states.shape[0]
+        words = row.states.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(n, num_layers, -1)
+        where.append(sink.add(row.row_id, words, num_states=n))
+    assert not [captured for captured in where if captured.reason]
     table = [
         {
             "row_id": row.row_id,
@@ -144,16 +152,16 @@ def cache(
             "ids": row.ids.tolist(),
             "num_prompt_tokens": row.num_prompt_tokens,
             "num_states": row.states.shape[0],
-            "states_file": "states-00000.arrow",
-            "states_batch": i,
+            "states_file": captured.states_file,
+            "states_batch": captured.states_batch,
         }
         | table_changes
-        for i, (split, row) in enumerate(rows)
+        for captured, (split, row) in zip(where, rows, strict=True)
     ]
     writer.commit(
         0,
         {
-            "states-00000.arrow": (len(rows), write_states),
+            **sink.files(),
             "rows-00000.parquet": (len(rows), write_table(pa.Table.from_pylist(table, schema=CACHE))),
         },
     )
@@ -168,6 +176,7 @@ def cache(
         counts=counts,
         hidden_size=width // num_layers,
         num_states=num_states,
+        states_format=states_format,
     )
     commit(folder, manifest)
     return Artifact(folder, load(folder, HiddenStateCache))
