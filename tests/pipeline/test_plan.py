@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from pipeline.canonical import canonical_request
 from pipeline.config import Config
 from pipeline.fingerprint import fingerprint_id, target_fingerprint
 from pipeline.gate_prompts import _served as gate_served
@@ -67,6 +68,12 @@ def test_policy_holds_above_the_traffic():
     assert (request.temperature, request.max_tokens, request.sampling) == (0.25, 16, '{"min_tokens":16}')
 
 
+def answered(asked, request):
+    """The row of RESPONSES that a request becomes."""
+    drawn = {name: getattr(request, name) for name in ("temperature", "top_p", "max_tokens", "sampling")}
+    return {**asked, **drawn, "prompt_ids": list(request.prompt_ids)}
+
+
 @pytest.mark.parametrize("split", ["validation", "gate"])
 def test_a_held_out_row_is_answered_as_the_gate_serves_it(split):
     asked = row(
@@ -84,8 +91,7 @@ def test_a_held_out_row_is_answered_as_the_gate_serves_it(split):
     )
     settings = config()
     request = plan(settings, asked, [1, 2], target_id="").request
-    answered = {**asked, "temperature": request.temperature, "sampling": request.sampling, "prompt_ids": [1, 2]}
-    served = gate_served(settings, answered, 8)
+    served = gate_served(settings, answered(asked, request), 8)
     assert served["num_tokens"] == request.max_tokens == 12
     assert served["sampling"] == {"temperature": request.temperature, **json.loads(request.sampling)}
     assert served["sampling"] == {
@@ -94,6 +100,59 @@ def test_a_held_out_row_is_answered_as_the_gate_serves_it(split):
         "min_tokens": 12,
         "structured_outputs": {"regex": "a+"},
     }
+
+
+DRAWS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+DRAWS += ("stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_tokens", "structured_outputs", "n", "logit_bias")
+SERVERS_OWN = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}  # a generation_config.json
+ASKED = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0.5, "top_p": 0.75, "top_k": -1, "stop": "END", "max_tokens": 9},
+    {"repetition_penalty": 1.0, "presence_penalty": 0.5, "min_tokens": 4, "stop_token_ids": [9, 3], "min_p": 0.25},
+    {"response_format": {"type": "json_object"}, "ignore_eos": True, "frequency_penalty": -0.5},
+    {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0, "top_k": 3, "presence_penalty": 1.5},
+]
+
+
+def collected(body, **changes):
+    asked = canonical_request({"messages": [{"role": "user", "content": "a"}], **body})
+    drawn = {name: getattr(asked, name) for name in ("temperature", "top_p", "max_tokens", "sampling")}
+    return row(**drawn, slices="{}", **changes)
+
+
+def engines_params(request):
+    from vllm import SamplingParams
+
+    from jobs.engine_sampling import reply_params
+
+    params = reply_params(request, SamplingParams.from_optional(**SERVERS_OWN))
+    return {name: getattr(params, name) for name in DRAWS}
+
+
+@pytest.mark.parametrize("body", ASKED)
+def test_the_engine_draws_a_train_row_with_the_parameters_that_the_chat_route_made_of_its_request(body):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    served = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **body)
+    budget = body.get("max_tokens", 16)
+    params = served.to_sampling_params(budget, SERVERS_OWN)
+    request = plan(config(), collected(body), [1, 2], target_id="").request
+    assert engines_params(request) == {name: getattr(params, name) for name in DRAWS}
+
+
+@pytest.mark.parametrize("body", ASKED)
+def test_a_held_out_row_is_answered_with_the_parameters_that_the_gates_request_body_gets(body):
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    asked = collected(body, split="gate")
+    request = plan(config(), asked, [1, 2], target_id="").request
+    served = gate_served(config(), answered(asked, request), 8)
+    params = CompletionRequest(prompt=[1, 2], **served["sampling"]).to_sampling_params(
+        served["num_tokens"], SERVERS_OWN
+    )
+    assert engines_params(request) == {name: getattr(params, name) for name in DRAWS}
+    assert params.temperature == 0.0
 
 
 def test_a_seed_is_the_rows_own_in_every_run():
