@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drafter.dataset import CachedRow
+from drafter.dataset import CachedRow, shard_sizes
 from drafter.order import Order
 from pipeline.config import TrainConfig
 
@@ -41,7 +41,7 @@ class CachedFeed:
     def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int):
         self.num_steps = config.steps
         self._rows, self._limit, self._block_size = rows, config.anchors_per_row, block_size
-        self._order = Order(len(rows), rows_per_step(config), config.seed)
+        self._order = Order(len(rows), rows_per_step(config), config.seed, shards=shard_sizes(rows))
 
     def replies(self) -> Iterator[Tensor]:
         """The reply of each row."""

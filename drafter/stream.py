@@ -13,6 +13,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from drafter.anchors import draw_anchors
-from drafter.dataset import CachedRow
+from drafter.dataset import CachedRow, read_part
 from drafter.processes import meet, rank_and_world
-from drafter.stream_plan import PlannedRow, StreamPlan, Window, replies_of
-from pipeline.artifacts import DrafterCheckpoint, ResponseSet, artifact_dir
+from drafter.resume import saved_step
+from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
+from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, artifact_dir
+from pipeline.cache_parts import CachePlan
+from pipeline.capture import CaptureWork
 from pipeline.config import Config
+from pipeline.engines import Engines
 from pipeline.errors import StageError
 from pipeline.follow import Limit
+from pipeline.produce import producing
 from pipeline.shards import part_path
 from pipeline.shards import read_part as read_record
 from pipeline.stages import Artifact, exclusive
@@ -39,6 +45,39 @@ LIMITS = (
     "every row is trained on once: no second epoch and no second setting on the same states; what is captured again "
     "after a crash need not be equal to the bit; walks cover the held-out rows alone"
 )
+
+
+@contextmanager
+def fed(
+    folder: Path,
+    config: Config,
+    states: Artifact[HiddenStateCache],
+    start: Artifact[DrafterCheckpoint] | None,
+    responses: Artifact[ResponseSet],
+    *,
+    engines: Engines,
+) -> Iterator[None]:
+    """Engines read the train rows into the queue of the run that trains in this folder, for as long as the block runs.
+
+    The arguments are those of ``train_in``. Raises: what the engines failed with.
+    """
+    block_size = start.manifest.block_size if start else config.drafter.block_size
+    plan = plan_stream(config, responses, states, block_size=block_size)
+    queue, layer_ids = queue_of(config, folder, plan), states.manifest.fingerprint.target_layer_ids
+    logger.info(
+        "train: %d rows in %d steps stream through %d bytes of disk, %d windows; %s",
+        plan.num_rows,
+        plan.num_steps,
+        plan.queue_bytes,
+        len(plan.windows),
+        LIMITS,
+    )
+    remove_abandoned(config, keep=folder)
+    work = CaptureWork(
+        CachePlan(queue.folder, layer_ids, config.capture), responses.folder, responses.manifest.shards, ("train",)
+    )
+    with producing(queue, work, engines, covered=plan.parts_before(saved_step(folder)), total_rows=plan.num_rows):
+        yield
 
 
 def queue_of(config: Config, folder: Path, plan: StreamPlan) -> StateQueue:
@@ -126,8 +165,6 @@ class StreamFeed:
         return trained, dict(Counter(str(reject["reason"]) for reject in rejects))
 
     def _take(self, window: Window) -> None:
-        from drafter.dataset import read_part
-
         """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""
         self._window, self._rows = None, {}
         self._waited_s += self._queue.wait_for(window.parts)

@@ -25,7 +25,7 @@ from pipeline.schemas import RESPONSES, bytes_per_state
 from pipeline.stages import Artifact
 
 # At most, beside the states: a row's Arrow batch, record and ids; a part's schemas, footers and record.
-_BYTES_PER_ROW, _BYTES_PER_ID, _BYTES_PER_PART = 1024, 5, 16 << 10
+_BYTES_PER_ROW, _BYTES_PER_ID, _BYTES_PER_PART = 1024, 5, 8 << 10
 
 
 class PlannedRow(NamedTuple):

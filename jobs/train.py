@@ -8,6 +8,8 @@ ray job submit --working-dir . -- python jobs/train.py --config slipstream.toml
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ if __name__ == "__main__":
 from jobs.registry import Registry
 from jobs.session import job_main, start_logging
 from pipeline import stages
-from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache
+from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
 from pipeline.errors import SlipstreamError, StageError
 from pipeline.stages import Artifact
@@ -27,14 +29,25 @@ CACHES = {"challenger": "states", "control": "general-states"}
 
 
 def run(
-    config: Config, states: Artifact[HiddenStateCache], *, start: Artifact[DrafterCheckpoint] | None, role: str
+    config: Config,
+    states: Artifact[HiddenStateCache],
+    *,
+    start: Artifact[DrafterCheckpoint] | None,
+    role: str,
+    responses: Artifact[ResponseSet] | None = None,
+    beside: Callable[[Path], AbstractContextManager[None]] = nullcontext,
 ) -> Artifact[DrafterCheckpoint]:
-    """The trained drafter; its parameters and curve are an MLflow run."""
+    """The trained drafter; its parameters and curve are an MLflow run.
+
+    ``responses`` make it a streamed run (drafter/train.py); ``beside(folder)`` is entered for as long as it trains.
+    """
     from drafter import train
 
-    checkpoint = train.run(
-        config, states, start=start, role=role, execute=lambda folder: _on_workers(folder, config, states, start)
-    )
+    def execute(folder: Path) -> None:
+        with beside(folder):
+            _on_workers(folder, config, states, start, responses)
+
+    checkpoint = train.run(config, states, start=start, role=role, responses=responses, execute=execute)
     Registry(config.promote.tracking_uri, config.root).log_training(
         f"{role}-{checkpoint.id}",
         config.train.model_dump(mode="json"),
@@ -46,9 +59,7 @@ def run(
     return checkpoint
 
 
-def _on_workers(
-    folder: Path, config: Config, states: Artifact[HiddenStateCache], start: Artifact[DrafterCheckpoint] | None
-) -> None:
+def _on_workers(folder: Path, config: Config, *inputs: Artifact[Any] | None) -> None:
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -56,7 +67,7 @@ def _on_workers(
     has_gpu = ray.cluster_resources().get("GPU", 0) > 0
     trainer = TorchTrainer(
         _work,
-        train_loop_config={"arguments": (folder, config, states, start)},
+        train_loop_config={"arguments": (folder, config, *inputs)},
         torch_config=TorchConfig(backend="nccl" if has_gpu else "gloo"),
         scaling_config=ScalingConfig(num_workers=config.train.num_workers, use_gpu=has_gpu),
         # A lost worker starts again from the folder's own last checkpoint.

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,13 +45,15 @@ class QueueWork:
 
 
 @contextmanager
-def producing(queue: StateQueue, work: Work, engines: Engines, *, total_rows: int) -> Iterator[None]:
+def producing(queue: StateQueue, work: Work, engines: Engines, *, total_rows: int, covered: int = 0) -> Iterator[None]:
     """Engines fill the queue for as long as the block runs, which trains from it.
 
-    When either side fails the other one stops. Raises: what the engines failed with, instead of what the block made
-    of it.
+    ``covered`` parts from the front are in a checkpoint already. When either side fails the other one stops.
+
+    Raises: what the engines failed with, instead of what the block made of it.
     """
     queue.recover()
+    queue.release(covered)
     failures: list[Exception] = []
     with Heartbeat(queue.heartbeat) as heartbeat:
 
@@ -80,11 +82,12 @@ def producing(queue: StateQueue, work: Work, engines: Engines, *, total_rows: in
 def _fill(queue: StateQueue, work: Work, engines: Engines, heartbeat: Heartbeat, total_rows: int) -> None:
     todo = queue.missing()
     progress = Progress("produce", total_rows=total_rows)
-    for done in engines.run(QueueWork(work, queue), todo):
-        if heartbeat.ended:
-            return
-        if done.rows:
-            progress.add(rows=done.rows, tokens=done.tokens)
+    with closing(engines.run(QueueWork(work, queue), todo)) as parts:
+        for done in parts:
+            if heartbeat.ended:
+                return
+            if done.rows:
+                progress.add(rows=done.rows, tokens=done.tokens)
     if (missing := queue.missing()) and not heartbeat.ended:
         raise StageError(f"{queue.folder}: the engines ended without parts {missing}; run the stage again")
 

@@ -1,0 +1,90 @@
+"""Stream: capture and train at the same time, for a corpus whose states do not fit on the disk.
+
+python jobs/stream.py --config slipstream.toml --set capture.max_bytes=100000000000
+ray job submit --working-dir . -- python jobs/stream.py --config slipstream.toml --set capture.max_bytes=100000000000
+
+The states of the held-out rows are cached as ever. Those of the train rows go through a queue on disk, from the engines
+to the trainer, each row once; drafter/stream.py says what such a run cannot do.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from jobs import train
+from jobs.capture import layers_to_capture
+from jobs.engines import EnginePool
+from jobs.session import job_main
+from pipeline import capture, stages
+from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
+from pipeline.config import Config
+from pipeline.engines import Engines
+from pipeline.stages import Artifact
+
+HELD_OUT = ("validation", "gate")
+
+
+def run(
+    config: Config,
+    responses: Artifact[ResponseSet],
+    *,
+    start: Artifact[DrafterCheckpoint] | None,
+    target_layer_ids: Sequence[int],
+    role: str = "challenger",
+    engines: Engines | None = None,
+) -> tuple[Artifact[HiddenStateCache], Artifact[DrafterCheckpoint]]:
+    """The cache of the held-out rows, and the drafter that was trained on the others as they were captured.
+
+    Engines that are handed over must have been made for these layers.
+
+    Raises: ConfigError without capture.max_bytes; StageError with what ended the engines, where they end the run.
+    """
+    engines = engines or EnginePool(config, target_layer_ids=target_layer_ids)
+    states = held_out(config, responses, target_layer_ids=target_layer_ids, engines=engines)
+    return states, train_on(config, responses, states, start=start, role=role, engines=engines)
+
+
+def held_out(
+    config: Config, responses: Artifact[ResponseSet], *, target_layer_ids: Sequence[int], engines: Engines
+) -> Artifact[HiddenStateCache]:
+    """The states of the rows that are never trained on."""
+    return capture.run(config, responses, engines=engines, target_layer_ids=target_layer_ids, splits=HELD_OUT)
+
+
+def train_on(
+    config: Config,
+    responses: Artifact[ResponseSet],
+    states: Artifact[HiddenStateCache],
+    *,
+    start: Artifact[DrafterCheckpoint] | None,
+    role: str,
+    engines: Engines,
+) -> Artifact[DrafterCheckpoint]:
+    """The drafter that was trained on the train rows as they were captured; ``states`` are those of the others."""
+    from drafter import stream
+
+    return train.run(
+        config,
+        states,
+        start=start,
+        role=role,
+        responses=responses,
+        beside=lambda folder: stream.fed(folder, config, states, start, responses, engines=engines),
+    )
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Run the stage from the current champion; remember the held-out states and the challenger."""
+    responses = stages.current(config.root, "responses", ResponseSet)
+    champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    states, challenger = run(config, responses, start=champion, target_layer_ids=layers_to_capture(config))
+    stages.set_current(config.root, "states", states)
+    stages.set_current(config.root, "challenger", challenger)
+
+
+if __name__ == "__main__":
+    job_main(__doc__, main)
