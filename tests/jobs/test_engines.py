@@ -1,25 +1,27 @@
-"""The engine pool: real engines on Ray answer and capture; dead ones are replaced, hopeless batches given up."""
+"""The engine pool: real engines on Ray Data answer and capture; dead ones are replaced, hopeless parts given up."""
 
 import json
 import os
+import signal
+import time
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import ray
 import torch
 
 from jobs import capture, engines, regenerate
 from jobs.engines import EnginePool
 from jobs.session import ray_session
 from pipeline import stages
-from pipeline.artifacts import PromptSet
+from pipeline.artifacts import PromptSet, verify
 from pipeline.config import Config
-from pipeline.engines import EngineInfo, GenerateRequest
-from pipeline.errors import StageError
+from pipeline.errors import ConfigError, StageError
 from pipeline.render import Renderer
 from pipeline.schemas import CACHE, PROMPTS, RESPONSES
 from pipeline.shards import PartWriter, read_tables, write_table
 from pipeline.states import StatesFile
+from tests.jobs.frail_work import Frail, does_not_start, starts
 from tests.tiny import EOS_TOKEN_ID, TARGET_LAYER_IDS, tiny_target
 
 NUM_ROWS = 24
@@ -39,16 +41,10 @@ def config(tmp_path_factory):
             "root": root,
             "target": {"model": tiny_target(root / "tiny"), "dtype": "float32", "max_model_len": 256},
             "drafter": {"target_layer_ids": TARGET_LAYER_IDS},
-            "regenerate": {"rows_per_part": 8, "max_tokens": 100, "kv_cache_gib": 0.125, "max_reject_share": 0.5},
-            "capture": {"rows_per_part": 8},
+            "regenerate": {"rows_per_part": 4, "max_tokens": 100, "kv_cache_gib": 0.125, "max_reject_share": 0.5},
+            "capture": {"check_every": 2},
         }
     )
-
-
-@pytest.fixture(scope="module")
-def pool(config):
-    with EnginePool(config, target_layer_ids=TARGET_LAYER_IDS) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +63,7 @@ def prompts(config):
             "temperature": 0.0 if n < 4 else 2.0,
             "top_p": 1.0,
             "max_tokens": 12 if n < 4 else 100,
+            "sampling": "{}",
             "source": f"log.jsonl:{n}",
         }
         for n in range(NUM_ROWS)
@@ -82,8 +79,40 @@ def prompts(config):
 
 
 @pytest.fixture(scope="module")
-def responses(config, prompts, pool):
-    return regenerate.run(config, prompts, engines=pool)
+def responses(config, prompts):
+    """Answered by two engines, one of which is killed as soon as a part is committed."""
+    two = config.model_copy(update={"regenerate": config.regenerate.model_copy(update={"num_engines": 2})})
+    pool = KillsOne(EnginePool(two, target_layer_ids=TARGET_LAYER_IDS))
+    found = regenerate.run(two, prompts, engines=pool)
+    assert pool.killed
+    return found
+
+
+class KillsOne:
+    """A pool one of whose engines dies when the first part is done, in the middle of its next."""
+
+    def __init__(self, pool):
+        self._pool, self.killed = pool, []
+
+    def run(self, work, parts):
+        for done in self._pool.run(work, parts):
+            yield done
+            if not self.killed:
+                self.killed = engine_processes()[:1]
+                os.kill(self.killed[0], signal.SIGKILL)
+
+
+def engine_processes():
+    """Processes on this machine that Ray calls an engine's, oldest first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"ray::" in command and b"EngineActor" in command:
+            found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def greedy(model, ids, num_tokens):
@@ -97,6 +126,14 @@ def greedy(model, ids, num_tokens):
 
 def rows_of(artifact, schema):
     return read_tables(artifact.folder, artifact.manifest.shards, schema).to_pylist()
+
+
+def test_all_rows_are_there_once_though_an_engine_was_killed_and_the_retry_is_counted(responses):
+    ids = [row["row_id"] for row in rows_of(responses, RESPONSES)]
+    assert sorted(ids) == sorted(f"row-{n}" for n in range(NUM_ROWS) if n != 5)
+    assert responses.manifest.rejects == {"prompt_too_long": 1}
+    assert responses.manifest.counts["retries"] >= 1
+    assert engine_processes() == []
 
 
 def test_greedy_replies_are_the_targets_own_argmax(config, responses):
@@ -120,90 +157,81 @@ def test_the_end_of_turn_token_is_kept_on_stop_and_absent_on_length(responses):
     assert all(len(row["response_ids"]) == row["max_tokens"] for row in cut)
 
 
-def test_one_too_long_prompt_is_rejected_alone(config, responses):
-    assert responses.manifest.rejects == {"prompt_too_long": 1}
-    assert len(rows_of(responses, RESPONSES)) == NUM_ROWS - 1
-
-
-def test_one_broken_request_fails_alone_and_sampling_repeats_with_its_seed(pool):
-    sound = GenerateRequest("sound", (0, 3, 40, 41), 6, 1.0, 1.0, 7)
-    requests = [
-        GenerateRequest("foreign", (0, 9999), 6, 0.0, 1.0, 0),
-        sound,
-        GenerateRequest("empty", (), 6, 0.0, 1.0, 0),
-    ]
-    replies = {reply.row_id: reply for _, batch in pool.generate([(0, requests)]) for reply in batch}
-    assert "out of vocabulary" in replies["foreign"].error and "empty" in replies["empty"].error
-    assert replies["sound"].error is None and len(replies["sound"].ids) == 6
-    ((_, (again,)),) = pool.generate([(1, [sound])])
-    assert again.ids == replies["sound"].ids
-
-
 def test_the_engine_reads_the_same_prompt_ids_as_the_renderer_makes(config, responses, prompts):
     renderer = Renderer(config.target.model)
     rendered = {row["row_id"]: renderer.row_ids(row) for row in rows_of(prompts, PROMPTS)}
     assert all(row["prompt_ids"] == rendered[row["row_id"]] for row in rows_of(responses, RESPONSES))
 
 
-def test_capture_follows_on_the_same_engine(config, responses, pool):
-    loaded = pool.info().load_seconds
-    cache = capture.run(config, responses, engines=pool)
+def test_the_states_of_the_pass_are_those_of_a_plain_forward_pass(config, responses):
+    from transformers import LlamaForCausalLM
+
+    cache = capture.run(config, responses)  # an engine is begun only where the killed one left replies without states
     rows = rows_of(cache, CACHE)
-    assert pool.info().load_seconds == loaded and pool.restarts == 0
+    verify(cache.folder, cache.manifest)
     assert len(rows) == NUM_ROWS - 1 and cache.manifest.rejects == {}
     assert cache.manifest.fingerprint.target_layer_ids == TARGET_LAYER_IDS
     assert cache.manifest.num_states == sum(len(row["ids"]) - 1 for row in rows)
     assert all(cache.manifest.capture_check[f"layer_{layer}_error"] < 0.01 for layer in TARGET_LAYER_IDS)
+    assert cache.manifest.capture_check["sampled_error"] < 0.01
+    model = LlamaForCausalLM.from_pretrained(config.target.model, dtype=torch.float32)
     for row in rows:
-        words = StatesFile(cache.folder / row["states_file"]).words(row["states_batch"])
-        assert words.shape == (row["num_states"], len(TARGET_LAYER_IDS), 128)
+        words = torch.from_numpy(StatesFile(cache.folder / row["states_file"]).words(row["states_batch"]).copy())
+        states = words.view(torch.bfloat16).float()
+        with torch.inference_mode():
+            outputs = model.model(torch.tensor([row["ids"][:-1]]), output_hidden_states=True).hidden_states
+        for index, layer in enumerate(TARGET_LAYER_IDS):
+            expected = outputs[layer + 1][0]
+            error = (states[:, index] - expected).norm(dim=1) / expected.norm(dim=1)
+            assert error.max() < 0.005, "more than rounding to 16 bits"
 
 
-@ray.remote(num_cpus=0)
-class Frail:
-    """An actor in an engine's place; its process ends in the first ``deaths`` calls, counted in a file."""
-
-    def __init__(self, counter, deaths, starts=True):
-        if not starts:
-            raise ValueError("no such model")
-        self._counter, self._deaths = counter, deaths
-
-    def info(self):
-        return EngineInfo(1, 1, 1, "float32", 1, 0.0, "0")
-
-    def generate(self, batch):
-        with open(self._counter, "a") as file:
-            file.write("x")
-        if os.path.getsize(self._counter) <= self._deaths:
-            os._exit(1)
-        return [item * 10 for item in batch]
-
-
-def pool_of(config, monkeypatch, *arguments):
+@pytest.fixture
+def pool(config, monkeypatch):
     pool = EnginePool(config)
-    monkeypatch.setattr(pool, "_actor", lambda: Frail.remote(*arguments))
-    return pool
+    monkeypatch.setattr(pool, "_start", starts)
+    yield pool
+    assert engine_processes() == [], "engines are left"
 
 
-def test_a_dead_engine_is_replaced_and_its_batch_done_once(config, monkeypatch, tmp_path):
-    with pool_of(config, monkeypatch, str(tmp_path / "calls"), 2) as pool:
-        assert sorted(pool.generate([(0, [1]), (1, [2]), (2, [3])])) == [(0, [10]), (1, [20]), (2, [30])]
-        assert pool.restarts == 2
+def test_a_dead_engine_is_replaced_and_every_part_done_once(pool, tmp_path):
+    work = Frail(tmp_path, deaths=2)
+    done = {one.index: one for one in pool.run(work, range(4))}
+    assert {index: (one.rows, one.tokens) for index, one in done.items()} == dict.fromkeys(range(4), (1, 10))
+    assert done[1].tries == work.calls(1) == 3
 
 
-def test_a_batch_that_no_engine_survives_is_given_up(config, monkeypatch, tmp_path):
-    with (
-        pool_of(config, monkeypatch, str(tmp_path / "calls"), 99) as pool,
-        pytest.raises(StageError, match=f"batch 4 failed on {engines.MAX_TRIES} engines"),
-    ):
-        list(pool.generate([(4, [1])]))
-    assert os.path.getsize(tmp_path / "calls") == engines.MAX_TRIES
+@pytest.mark.parametrize(("part", "last"), [(1, "ended without a word"), (6, "the engine is out of order")])
+def test_a_part_that_no_engine_survives_is_given_up_by_its_name(pool, tmp_path, part, last):
+    work = Frail(tmp_path, deaths=99)
+    with pytest.raises(StageError, match=f"part {part} took down {engines.MAX_TRIES} engines in a row.*{last}"):
+        list(pool.run(work, [part, 2, 3]))
+    assert work.calls(part) == engines.MAX_TRIES
 
 
-def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(config, monkeypatch, tmp_path):
-    with (
-        pool_of(config, monkeypatch, str(tmp_path / "calls"), 0, False) as pool,
-        pytest.raises(StageError, match=r"could not start.*no such model"),
-    ):
-        list(pool.generate([(0, [1])]))
-    assert pool.restarts == 0
+def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(pool, tmp_path):
+    pool._start = does_not_start
+    with pytest.raises(StageError, match=r"could not start: no such model$"):
+        list(pool.run(Frail(tmp_path), [0, 1]))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_the_work_raises_on_purpose_reaches_the_driver_as_it_is(pool, tmp_path):
+    with pytest.raises(ConfigError, match=r"^part 7 is not to be done$"):
+        list(pool.run(Frail(tmp_path), [7, 2]))
+    assert Frail(tmp_path).calls(7) == 1
+
+
+def test_no_parts_start_no_engine(pool, tmp_path):
+    pool._start = does_not_start
+    assert list(pool.run(Frail(tmp_path), [])) == []
+
+
+def test_closing_ends_the_engines_in_the_middle_of_a_part(pool, tmp_path):
+    run = pool.run(Frail(tmp_path, seconds=2.0), range(8))
+    next(run)
+    started = time.monotonic()
+    run.close()
+    assert engine_processes() == [] and time.monotonic() - started < 30
+    time.sleep(3)
+    assert len(list(tmp_path.iterdir())) <= 4, "a killed engine went on"
