@@ -16,13 +16,13 @@ PROMPTS = pa.schema(
         ("slice", pa.string()),  # a group of requests reported apart, e.g. the route
         ("slices", pa.string()),  # every group it is in, as canonical JSON: dimension → value (pipeline/slices.py)
         ("weight", pa.int32()),  # how many served requests this row stands for (exact duplicates)
-        ("messages", pa.string()),  # canonical JSON
-        ("tools", pa.string()),  # canonical JSON, or null
+        ("messages", pa.string()),  # JSON in the request's own order, which templates may write out
+        ("tools", pa.string()),  # the same, or null
         ("template_args", pa.string()),  # canonical JSON of chat_template_kwargs, "{}" where none
         ("temperature", pa.float32()),
         ("top_p", pa.float32()),
         ("max_tokens", pa.int32()),
-        ("sampling", pa.string()),  # the request's other sampling settings, canonical JSON (pipeline/sampling.py)
+        ("sampling", pa.string()),  # the request's other sampling settings as JSON (pipeline/sampling.py)
         ("served_prompt_ids", pa.list_(pa.int32())),  # the served reply's exact ids, null where not on record
         ("served_ids", pa.list_(pa.int32())),
         ("served_finish_reason", pa.string()),

@@ -282,6 +282,9 @@ def test_tools_keep_the_order_of_their_keys_since_templates_write_them_out(run):
     tool = {"type": "function", "function": {"name": "time", "description": "d", "parameters": parameters}}
     (row,) = run({"a.jsonl": [user("when?", tools=[tool])]})[0]
     assert row["tools"] == json.dumps([tool], separators=(",", ":"))
+    other = {**tool, "function": dict(reversed(tool["function"].items()))}
+    (row,) = run({"a.jsonl": [user("when?", tools=[tool]), user("when?", tools=[other])]})[0]
+    assert (row["weight"], row["tools"]) == (2, json.dumps([tool], separators=(",", ":")))
 
 
 def test_the_effort_of_reasoning_reaches_the_template_as_the_chat_route_hands_it_over():
