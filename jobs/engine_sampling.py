@@ -30,8 +30,24 @@ def reply_params(request: GenerateRequest, defaults: Any, *, capture: Mapping[st
 
     ``capture``: what tells the worker to keep the request's states (serving/engine/capture.py).
 
-    Raises: ValueError or TypeError on a setting that is unknown, or that vLLM does not take.
+    Raises: ValueError on a setting that is unknown, or that vLLM does not take.
     """
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        return _finished(defaults, _changes(request), capture)
+    except (VLLMClientError, TypeError) as error:
+        raise ValueError(f"sampling: {error}")
+
+
+def read_params(capture: Mapping[str, Any]) -> Any:
+    """SamplingParams that only read a prompt: one token is sampled, and dropped."""
+    from vllm import SamplingParams
+
+    return _finished(SamplingParams(temperature=0.0), {"max_tokens": 1}, capture)
+
+
+def _changes(request: GenerateRequest) -> dict[str, Any]:
     settings = json.loads(request.sampling)
     if not isinstance(settings, dict):
         raise ValueError(f"sampling {request.sampling[:80]!r}: expected a JSON object")
@@ -45,15 +61,7 @@ def reply_params(request: GenerateRequest, defaults: Any, *, capture: Mapping[st
         changes["structured_outputs"] = StructuredOutputsParams(**structure)
     if settings:
         raise ValueError(f"sampling settings {sorted(settings)} are not supported")
-    changes |= {"max_tokens": request.max_tokens, "seed": request.seed}
-    return _finished(defaults, changes, capture)
-
-
-def read_params(capture: Mapping[str, Any]) -> Any:
-    """SamplingParams that only read a prompt: one token is sampled, and dropped."""
-    from vllm import SamplingParams
-
-    return _finished(SamplingParams(temperature=0.0), {"max_tokens": 1}, capture)
+    return changes | {"max_tokens": request.max_tokens, "seed": request.seed}
 
 
 def _finished(params: Any, changes: dict[str, Any], capture: Mapping[str, Any] | None) -> Any:

@@ -129,8 +129,8 @@ class TargetEngine:
                 key = call.new_key()
                 try:
                     params = self._params(request, capture_args(key) if rows else None)
-                except (ValueError, TypeError) as error:
-                    replies[request.row_id] = Reply(request.row_id, error=f"{type(error).__name__}: {error}"[:300])
+                except ValueError as error:
+                    replies[request.row_id] = Reply(request.row_id, error=str(error)[:300])
                     continue
                 asked[key] = request
                 adding.append(Asked(key, request.prompt_ids, params, captured=rows is not None))
@@ -176,6 +176,7 @@ class TargetEngine:
         Raises: StageError when the route refuses it.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.exceptions import VLLMValidationError
         from vllm.renderers.online_renderer import OnlineRenderer
 
         renderer = OnlineRenderer(
@@ -191,11 +192,18 @@ class TargetEngine:
             tools=json.loads(tools) if tools else None,
             chat_template_kwargs=json.loads(template_args or "{}"),
         )
-        rendered = asyncio.run(renderer.render_chat(request))
+        try:
+            rendered = asyncio.run(renderer.render_chat(request))
+        except VLLMValidationError as error:
+            raise StageError(f"vLLM's chat route refuses a conversation: {error}")
         if not isinstance(rendered, tuple):
             raise StageError(f"vLLM's chat route refuses a conversation: {rendered}")
         _, (prompt,) = rendered
         return [int(token) for token in prompt["prompt_token_ids"]]
+
+    def close(self) -> None:
+        """Give the engine's memory back. vLLM takes down what all engines of a process share: close the others too."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def _params(self, request: GenerateRequest, capture: dict[str, Any] | None) -> Any:
         return reply_params(request, self._llm.get_default_sampling_params(), capture=capture)

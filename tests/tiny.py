@@ -4,9 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline.engines import Captured
 
 VOCAB_SIZE = 512
 BOS, EOS, MASK, USER, ASSISTANT, END = "<|bos|>", "<|eos|>", "<|mask|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -19,6 +22,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TARGET_LAYER_IDS = (1, 3, 4)
+
+
+class HeldStates:
+    """A sink (pipeline.engines.StatesSink) that holds every row's words in memory, in the order they came."""
+
+    def __init__(self):
+        self.words: dict[str, np.ndarray] = {}
+
+    def add(self, row_id: str, words: np.ndarray, *, num_states: int) -> Captured:
+        """Hold them as they are."""
+        assert words.dtype == np.uint16 and len(words) == num_states
+        self.words[row_id] = words.copy()
+        return Captured(row_id, "held", len(self.words) - 1)
 
 
 def tiny_target(
@@ -87,6 +103,24 @@ def tiny_drafter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def counting_target(folder: Path, *, layers: int = 6) -> Path:
+    """A Llama whose layer i adds exactly 1 to every element of the residual, so the state after it is i + 1.
+
+    All matrices are zero; the attention's and the MLP's output biases are one half each.
+    """
+    folder = tiny_target(folder, layers=layers)
+    config = json.loads((folder / "config.json").read_text()) | {"attention_bias": True, "mlp_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: torch.zeros_like(value) for name, value in load_file(folder / "model.safetensors").items()}
+    for name in [name for name in tensors if "_proj." in name]:
+        out = torch.zeros(tensors[name].shape[0])
+        tensors[name.replace("weight", "bias")] = out + (0.5 if "o_proj" in name or "down_proj" in name else 0.0)
+    for name in [name for name in tensors if "norm" in name]:
+        tensors[name] = torch.full_like(tensors[name], 7.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -1,17 +1,21 @@
 """The capture worker in a real engine: the right layer, the right position, every position, and holes said aloud."""
 
-import json
 import os
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from tiny import HeldStates, counting_target, tiny_target
 
+from jobs.engine_calls import Asked
+from jobs.engine_check import Probe
+from jobs.engine_rows import capture_args
+from jobs.engine_sampling import read_params
 from jobs.target_engine import TargetEngine
+from pipeline.capture_check import judge
 from pipeline.engines import CaptureRequest, GenerateRequest
-from pipeline.states import StatesFile, as_float32
-from tests.tiny import tiny_target
+from pipeline.errors import StageError
+from pipeline.quantize import as_float32
 
 LAYERS = (0, 2, 5)  # the first, one between, and the last: the one that a final norm must not touch
 KV_BLOCK = 32
@@ -27,39 +31,32 @@ def restored_environment():
 
 
 @pytest.fixture(scope="module")
-def counting_target(tmp_path_factory):
-    """A Llama whose layer i adds exactly 1 to every element of the residual, so the state after it is i + 1.
-
-    All matrices are zero; the attention's and the MLP's output biases are one half each.
-    """
-    folder = tiny_target(tmp_path_factory.mktemp("counting"), layers=6)
-    config = json.loads((folder / "config.json").read_text()) | {"attention_bias": True, "mlp_bias": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: torch.zeros_like(value) for name, value in load_file(folder / "model.safetensors").items()}
-    for name in [name for name in tensors if "_proj." in name]:
-        out = torch.zeros(tensors[name].shape[0])
-        tensors[name.replace("weight", "bias")] = out + (0.5 if "o_proj" in name or "down_proj" in name else 0.0)
-    for name in [name for name in tensors if "norm" in name]:
-        tensors[name] = torch.full_like(tensors[name], 7.0)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
 def random_target(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("random"), layers=6)
 
 
 @pytest.fixture(scope="module")
-def engine(random_target):
+def start():
+    """A function that starts an engine; all of them end together, as vLLM wants it."""
+    engines = []
+
+    def start(target, **settings):
+        common = {"target_layer_ids": LAYERS, "max_model_len": 512, "kv_cache_gib": 0.125, "max_num_seqs": 8}
+        engines.append(TargetEngine(target, **common | settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(start, random_target):
     """An engine that cuts long prompts into chunks of 64 tokens and caches prefixes in blocks of 32."""
-    return TargetEngine(
+    return start(
         random_target,
         dtype="float32",
-        max_model_len=512,
-        target_layer_ids=LAYERS,
-        kv_cache_gib=0.125,
-        max_num_seqs=8,
+        check="head",
         enable_chunked_prefill=True,
         max_num_batched_tokens=64,
         block_size=KV_BLOCK,
@@ -91,127 +88,109 @@ def ids_of(seed, length):
     return tuple(np.random.default_rng(seed).integers(6, 512, length).tolist())
 
 
-def test_a_layers_number_can_be_read_from_a_target_that_counts(counting_target, tmp_path):
-    engine = TargetEngine(
-        counting_target, dtype="bfloat16", max_model_len=128, target_layer_ids=LAYERS, kv_cache_gib=0.125
-    )
-    (result,) = engine.capture([CaptureRequest("row", ids_of(1, 40))], tmp_path / "s.arrow", ())
-    assert result.reason is None
-    states = as_float32(StatesFile(tmp_path / "s.arrow").words(result.states_batch))
+def test_a_layers_number_can_be_read_from_a_target_that_counts(start, tmp_path):
+    engine = start(counting_target(tmp_path / "counting"), dtype="bfloat16")
+    sink = HeldStates()
+    (captured,) = engine.prefill([CaptureRequest("row", ids_of(1, 40))], states=sink)
+    assert captured.reason is None
+    states = as_float32(sink.words["row"])
     assert states.shape == (39, 3, 128)
     for index, layer in enumerate(LAYERS):
         assert (states[:, index] == layer + 1).all()
 
 
-def test_every_position_of_every_row_is_the_references_whatever_shares_its_batch(engine, random_target, tmp_path):
+def test_every_position_of_every_row_is_the_references_whatever_shares_its_batch(engine, random_target):
     requests = [CaptureRequest(f"row-{n}", ids_of(n, length)) for n, length in enumerate((2, 33, 64, 65, 200, 300))]
-    results = engine.capture(requests, tmp_path / "s.arrow", ())
-    file = StatesFile(tmp_path / "s.arrow")
+    sink = HeldStates()
+    results = engine.prefill(requests, states=sink)
     for request, result in zip(requests, results, strict=True):
         assert result.row_id == request.row_id and result.reason is None
-        expected = reference(random_target, list(request.ids))[:-1]
-        assert_same(file.words(result.states_batch), expected)
+        assert_same(sink.words[request.row_id], reference(random_target, list(request.ids))[:-1])
 
 
-def test_states_taken_while_the_engine_generates_are_those_of_the_whole_reply(engine, random_target):
-    prompt, num_new = ids_of(20, 50), 9
-    params = engine._capture_sampling("live")
-    params.max_tokens, params.ignore_eos = num_new, True
-    assert engine._add("live", prompt, params) is None
-    ((_, completion),) = engine._run()
-    ids = [*prompt, *completion.token_ids]
-    assert len(ids) == 59
-    assert_same(engine._take("live", len(ids) - 1)["states"], reference(random_target, ids)[:-1])
+def test_states_kept_while_the_engine_answers_are_those_of_the_whole_reply(engine, random_target, monkeypatch):
+    asked = [GenerateRequest(f"row-{n}", ids_of(40 + n, length), 9, 0.0, None, 1) for n, length in enumerate((170, 12))]
+    sink, added, add = HeldStates(), [], engine._shared.add
+    monkeypatch.setattr(engine._shared, "add", lambda call, rows: added.extend(rows) or add(call, rows))
+    replies, captured = engine.generate(asked, states=sink)
+    assert len(added) == 2  # no token goes through the target again
+    assert [result.reason for result in captured] == [None, None]
+    for request, reply in zip(asked, replies, strict=True):
+        ids = [*request.prompt_ids, *reply.ids]
+        assert_same(sink.words[request.row_id], reference(random_target, ids)[:-1])
+    assert engine._shared.ask_worker("drop_states") == 0
 
 
-def test_rows_that_the_engine_answered_are_captured_without_a_second_pass(engine, random_target, tmp_path, monkeypatch):
-    asked = [GenerateRequest(f"kept-{n}", ids_of(40 + n, length), 9, 0.0, None, 1) for n, length in enumerate((70, 12))]
-    replies = engine.generate(asked)
-    rows = [CaptureRequest(r.row_id, (*r.prompt_ids, *reply.ids)) for r, reply in zip(asked, replies, strict=True)]
-    run = []
-    monkeypatch.setattr(engine, "_add", lambda *request: run.append(request))
-    results = engine.capture(rows, tmp_path / "s.arrow", ())
-    assert run == []
-    for row, result in zip(rows, results, strict=True):
-        words = StatesFile(tmp_path / "s.arrow").words(result.states_batch)
-        assert_same(words, reference(random_target, list(row.ids))[:-1])
-    assert engine._kept == {} and engine._llm.collective_rpc("drop_states") == [0]
+def test_a_preempted_reply_has_the_states_of_one_that_ran_through(start, random_target, monkeypatch):
+    # Twelve blocks of 32 tokens; the six replies end at 100 tokens, so at 24 blocks.
+    settings = {"max_model_len": 256, "block_size": KV_BLOCK, "num_gpu_blocks_override": 12}
+    engine = start(random_target, dtype="float32", **settings)
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    preempted, preempt = [], scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler,
+        "_preempt_request",
+        lambda request, *args, **kwargs: preempted.append(request) or preempt(request, *args, **kwargs),
+    )
+    sampling = '{"ignore_eos": true}'
+    asked = [GenerateRequest(f"row-{n}", ids_of(70 + n, 30), 70, 0.0, None, 1, sampling) for n in range(6)]
+    sink = HeldStates()
+    replies, captured = engine.generate(asked, states=sink)
+    assert preempted and [result.reason for result in captured] == [None] * 6
+    for request, reply in zip(asked, replies, strict=True):
+        ids = [*request.prompt_ids, *reply.ids]
+        assert len(ids) == 100
+        assert_same(sink.words[request.row_id], reference(random_target, ids)[:-1])
 
 
-def test_a_row_whose_ids_are_not_what_the_engine_emitted_is_run_through_it(engine, random_target, tmp_path):
-    (reply,) = engine.generate([GenerateRequest("other", ids_of(50, 20), 5, 0.0, None, 1)])
-    row = CaptureRequest("other", (*ids_of(51, 20), *reply.ids))
-    (result,) = engine.capture([row], tmp_path / "s.arrow", ())
-    words = StatesFile(tmp_path / "s.arrow").words(result.states_batch)
-    assert_same(words, reference(random_target, list(row.ids))[:-1])
-
-
-def test_a_cached_prefix_leaves_holes_that_are_said_and_capture_does_not_read_it(engine, random_target, tmp_path):
+def test_a_cached_prefix_leaves_holes_that_are_said_and_capture_does_not_read_it(engine, random_target):
     shared = ids_of(30, 4 * KV_BLOCK)
     first, second = (*shared, *ids_of(31, 8)), (*shared, *ids_of(32, 8))
-    engine.capture([CaptureRequest("first", first)], tmp_path / "first.arrow", ())
-    params = engine._capture_sampling("reads-cache")
-    params.skip_reading_prefix_cache = False
-    assert engine._add("reads-cache", second[:-1], params) is None
-    list(engine._run())
-    taken = engine._take("reads-cache", len(second) - 1)
-    assert taken["states"] is None and taken["holes"] == list(range(4 * KV_BLOCK))  # the cache was hit
-    (result,) = engine.capture([CaptureRequest("second", second)], tmp_path / "second.arrow", ())
+    sink = HeldStates()
+    engine.prefill([CaptureRequest("first", first)], states=sink)
+    with engine._shared.call() as call:
+        key = call.new_key()
+        params = read_params(capture_args(key))
+        params.skip_reading_prefix_cache = False
+        assert call.add([Asked(key, second[:-1], params, captured=True)]) == {}
+        (done,) = call.results()
+    assert done.taken["states"] is None and done.taken["holes"] == list(range(4 * KV_BLOCK))  # the cache was hit
+    (result,) = engine.prefill([CaptureRequest("second", second)], states=sink)
     assert result.reason is None
-    expected = reference(random_target, list(second))[:-1]
-    assert_same(StatesFile(tmp_path / "second.arrow").words(result.states_batch), expected)
+    assert_same(sink.words["second"], reference(random_target, list(second))[:-1])
 
 
-def test_a_row_with_holes_is_taken_once_more_and_then_given_up(engine, tmp_path, monkeypatch):
-    taken, lost = [], {"states": None, "holes": [3], "error": "1 of 9 positions never computed"}
-    real = engine._take
+def changed_answer(monkeypatch, change):
+    """Make the head check see other states of the checked prompt than the engine's."""
+    answer = Probe.answer
 
-    def loses_first(request_id, num_states):
-        taken.append(request_id)
-        found = real(request_id, num_states)
-        return lost if len(taken) == 1 else found
+    def changed(self, ids, **settings):
+        reply, logprobs, states = answer(self, ids, **settings)
+        return reply, logprobs, change(states)
 
-    monkeypatch.setattr(engine, "_take", loses_first)
-    (result,) = engine.capture([CaptureRequest("row", ids_of(40, 10))], tmp_path / "a.arrow", ())
-    assert result.reason is None and len(taken) == 2
-    monkeypatch.setattr(engine, "_take", lambda *_: lost)
-    (result,) = engine.capture([CaptureRequest("row", ids_of(40, 10))], tmp_path / "b.arrow", ())
-    assert result.reason == "holes" and result.detail["positions"] == [3]
-    monkeypatch.undo()
-    assert engine._llm.collective_rpc("drop_states") == [1]  # what the last try captured and nobody took
+    monkeypatch.setattr(Probe, "answer", changed)
 
 
-def test_a_row_that_cannot_be_run_is_refused_alone(engine, tmp_path):
-    requests = [
-        CaptureRequest("short", (7,)),
-        CaptureRequest("foreign", (7, 9999, 8)),
-        CaptureRequest("long", ids_of(50, 600)),
-        CaptureRequest("good", ids_of(51, 10)),
-    ]
-    results = engine.capture(requests, tmp_path / "s.arrow", ())
-    assert [result.reason for result in results] == ["too_short", "refused", "refused", None]
+def test_the_last_layers_states_give_the_engines_own_next_tokens_back(engine):
+    check = engine.check_capture(ids_of(60, 40), [ids_of(61, 100)])
+    judge(check, layer_ids=LAYERS, max_error=1e-3)
+    assert check["head_top1"] == 1
 
 
-def test_the_capture_check_passes_on_the_targets_own_weights(engine):
-    check = engine.check_capture(ids_of(60, 40), [ids_of(61, 100), ids_of(62, 30)])
-    assert all(check[f"layer_{layer}_nearest"] == layer and check[f"layer_{layer}_error"] < 0.01 for layer in LAYERS)
-    assert check["batched_error"] < 0.01
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("one position late", lambda states: np.roll(states, 1, axis=0)),
+        ("another layer", lambda states: states[:, [0, 1, 1]]),
+    ],
+)
+def test_states_that_are_not_the_last_layers_fail_the_head_check(engine, monkeypatch, name, change):
+    changed_answer(monkeypatch, change)
+    check = engine.check_capture(ids_of(60, 40), [])
+    with pytest.raises(StageError, match="next tokens"):
+        judge(check, layer_ids=LAYERS, max_error=0.1)
 
 
 def test_layers_out_of_order_stop_the_engine(random_target):
     with pytest.raises(RuntimeError, match="rising order"):
         TargetEngine(random_target, dtype="float32", max_model_len=64, target_layer_ids=(3, 1), kv_cache_gib=0.125)
-
-
-def test_seeded_replies_need_no_generator_to_be_set_back(random_target):
-    engine = TargetEngine(
-        random_target,
-        dtype="float32",
-        max_model_len=256,
-        kv_cache_gib=0.125,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-    )
-    # The second and third prompt together do not fit one step: in chunks, vLLM's CPU runner would stop here.
-    asked = [GenerateRequest(f"seeded-{n}", ids_of(60 + n, 150), 5, 0.7, 1.0, n) for n in range(3)]
-    assert [len(reply.ids) for reply in engine.generate(asked)] == [5, 5, 5]
