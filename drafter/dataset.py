@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from drafter.disk_states import DiskStates, StatesFolder
-from pipeline.artifacts import HiddenStateCache, Shard
+from pipeline.artifacts import MANIFEST, HiddenStateCache, Shard
 from pipeline.config import CaptureConfig
 from pipeline.errors import SchemaError
 from pipeline.schemas import CACHE
 from pipeline.shards import part_path, read_tables
 from pipeline.shards import read_part as read_record
-from pipeline.stages import Artifact
+from pipeline.stages import Artifact, hold_for_reading
 from pipeline.staging import Staging
 
 
@@ -56,13 +56,17 @@ def read_rows(cache: Artifact[HiddenStateCache], split: str, *, staging_bytes: i
     """The rows of one split, in stored order; their states stay on disk, or on storage, until a batch needs them.
 
     States that are on storage are staged under the run root, within ``staging_bytes`` (by default what capture was
-    configured with). Raises: SchemaError when a file is not what the manifest says.
+    configured with). For as long as there are rows, their cache is not removed to make room for another.
+
+    Raises: SchemaError when a file is not what the manifest says.
     """
-    staging, manifest = None, cache.manifest
+    staging, manifest, held = None, cache.manifest, hold_for_reading(cache.folder)
+    if not (cache.folder / MANIFEST).exists():
+        raise SchemaError(f"{cache.folder}: removed meanwhile, to make room or for its age; capture again")
     if manifest.storage is not None:
         budget = staging_bytes or CaptureConfig.model_validate(manifest.config).staging_bytes
         staging = Staging(manifest.storage, manifest.shards, cache.folder.parents[1] / "staged", max_bytes=budget)
-    files = StatesFolder(cache.folder, manifest.shards, staging)
+    files = StatesFolder(cache.folder, manifest.shards, staging=staging, held=held)
     return list(_rows(cache.folder, manifest.shards, files, split))
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -27,10 +28,15 @@ OPEN_STAGED_FILES = 4
 
 
 class StatesFolder:
-    """The states files of one cache. Raises: SchemaError when one is missing, or not of the recorded size."""
+    """The states files of one cache; ``held`` keeps them from being removed for as long as a row knows of them.
 
-    def __init__(self, folder: Path, shards: Iterable[Shard], staging: Staging | None = None):
-        self.folder, self.staging = Path(folder), staging
+    Raises: SchemaError when one is missing, or not of the recorded size.
+    """
+
+    def __init__(
+        self, folder: Path, shards: Iterable[Shard], *, staging: Staging | None = None, held: IO[str] | None = None
+    ):
+        self.folder, self.staging, self._held = Path(folder), staging, held
         self._bytes = {shard.path: shard.bytes for shard in shards if is_states(shard)}
         for name, expected in self._bytes.items() if staging is None else ():
             path = self.folder / name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from pipeline.artifacts import (
     Manifest,
@@ -107,10 +107,26 @@ def current_names(root: Path) -> dict[str, str]:
 def exclusive(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a folder (a file beside it). Raises: StageError when it is taken and ``wait`` is off."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.with_name(f".{folder.name}.lock")
-    with open(path, "w") as file:
+    with open(_lock_path(folder), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise StageError(f"{what}: another process is building {folder}; wait for it, or stop it first")
         yield
+
+
+def hold_for_reading(folder: Path) -> IO[str] | None:
+    """What keeps a folder from being removed, or built anew, until it is closed or forgotten; others may hold it too.
+
+    It waits for whoever has the folder to himself. None where no lock can be written, as on a read-only disk.
+    """
+    try:
+        file = open(_lock_path(folder), "a")  # noqa: SIM115
+    except OSError:
+        return None
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")

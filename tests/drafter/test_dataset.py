@@ -11,6 +11,7 @@ import toys
 from drafter.dataset import CachedRow, collate, read_part, read_rows, shard_sizes
 from drafter.disk_states import OPEN_FILES, DiskStates, unpack
 from pipeline.artifacts import commit
+from pipeline.disk import sweep
 from pipeline.errors import SchemaError
 from pipeline.stages import Artifact
 from pipeline.storage import move_part
@@ -254,3 +255,15 @@ def test_unpacking_writes_into_a_slice_of_a_batch():
     unpack(codes, scales, 64, batch[1, :4])
     assert not batch[0].any() and not batch[1, 4:].any()
     assert batch[1, 3, 70 + 65].item() == pytest.approx(codes[3, 1, 65].item() * scales[3, 1, 1].float().item())
+
+
+def test_a_cache_stays_for_as_long_as_its_rows_are_held(tmp_path):
+    cache = toys.cache(tmp_path, [("train", toys.row(12, 3))])
+    rows = read_rows(cache, "train")
+    assert sweep(tmp_path, max_bytes=1, ttl_hours=None) == []
+    assert torch.equal(numbers(rows[0]), toys.row(12, 3).states.float())
+    del rows
+    gc.collect()
+    assert sweep(tmp_path, max_bytes=1, ttl_hours=None) == ["cache"]
+    with pytest.raises(SchemaError, match="removed meanwhile"):
+        read_rows(cache, "train")
