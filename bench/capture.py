@@ -45,7 +45,11 @@ class Setting:
             {
                 "root": root,
                 "target": {"model": self.target, "dtype": "float32", "max_model_len": 512},
-                "drafter": {"block_size": 4, "mask_token_id": 15 if self.on != "toy" else 2, "num_layers": 1},
+                "drafter": {
+                    "block_size": 4,
+                    "mask_token_id": 15 if self.on != "toy" else 2,
+                    "target_layer_ids": self.layers,
+                },
                 "collect": {"redaction": "none", "consent": "allow_all"},
                 **tables,
             }

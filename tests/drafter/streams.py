@@ -1,11 +1,13 @@
 """A toy corpus that streams: responses on disk, an engine whose states are a code of the tokens, a log of rows."""
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 import toys
 
 from drafter import loop, stream, train
@@ -117,6 +119,15 @@ def run_logged(root, log, seconds, settings):
     torch.set_num_threads(1)
     log_steps(Path(log))
     run(config_of(Path(root), **settings), engines=CodeEngines(seconds=seconds))
+
+
+def train_rank(rank, root, folder, config, states, responses):
+    """One of two processes that train together from a queue that somebody else fills."""
+    torch.set_num_threads(1)
+    log_steps(root / f"log-{rank}")
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+    train.train_in(folder, config, states, None, responses)
+    os._exit(0)  # what follows is torch's own tear-down, a minute on a busy machine
 
 
 def log_steps(log, patch=setattr):

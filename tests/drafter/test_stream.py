@@ -1,15 +1,23 @@
 """A streamed run: every row once and in the planned order, within the budget, whatever is killed and whenever."""
 
 import itertools
+import multiprocessing
+import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import streams
+from safetensors.torch import load_file
 
+from drafter import loop, stream, train
 from drafter.stream_plan import plan_stream
+from pipeline import capture
+from pipeline.engines import CaptureRequest
 from pipeline.errors import ConfigError, StageError
+from pipeline.stages import exclusive
 from tests.pipeline.test_state_queue import watched
 
 
@@ -111,3 +119,162 @@ def watched_queue(queues, ended):
     while not (folders := list(queues.glob("*/"))):
         time.sleep(0.001)
     return watched(folders[0], ended)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """New processes in which torch is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["streams"])
+    return context
+
+
+def start(processes, root, seconds, **settings):
+    process = processes.Process(target=streams.run_logged, args=(root, root / "log", seconds, settings))
+    process.start()
+    return process
+
+
+def test_kills_at_random_moments_change_neither_the_rows_of_any_step_nor_the_weights(tmp_path, processes):
+    rng, settings = random.Random(7), {"checkpoint_every": 5}
+    straight = streams.config_of(tmp_path / "straight", **settings)
+    streams.response_set(streams.config_of(tmp_path / "killed", **settings), streams.corpus())
+    expected = streams.run(straight)
+    plan = plan_of(straight)
+    kills, ended = 0, False
+    while not ended:
+        process = start(processes, tmp_path / "killed", 0.005, **settings)
+        process.join(rng.uniform(0.3, 2.0) if kills < 12 else None)
+        ended = process.exitcode == 0
+        if not ended:
+            assert process.exitcode is None, "it failed on its own"
+            process.kill()
+            process.join()
+            kills += 1
+    assert kills >= 4
+    (folder,) = [path.parent for path in (tmp_path / "killed" / "drafters").glob("*/manifest.json")]
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (expected.folder / name).read_bytes()
+    steps = streams.logged_steps(tmp_path / "killed" / "log")
+    planned = {tuple(row.row_id for row in plan.window_of(n).rows_of(n)): n for n in range(plan.num_steps)}
+    taken = [planned[tuple(row_id for row_id, _ in step)] for step in steps]
+    assert taken[0] == 0 and taken[-1] == plan.num_steps - 1
+    back = [before + 1 - after for before, after in itertools.pairwise(taken)]
+    assert all(0 <= one <= 5 for one in back), "each goes on from the last checkpoint: nothing is skipped"
+    assert sum(one > 0 for one in back) <= kills
+    anchors = {}
+    for step in steps:
+        for row_id, drawn in step:
+            assert anchors.setdefault(row_id, drawn) == drawn, "a step that is done again is the same step"
+    assert not list((tmp_path / "killed" / "queue").glob("*/")) and not list(folder.glob("*.pt"))
+
+
+def test_a_run_goes_on_although_somebody_removed_its_queue(tmp_path, monkeypatch):
+    config, log = streams.config_of(tmp_path), tmp_path / "log"
+    straight = streams.run(streams.config_of(tmp_path / "straight"))
+    with monkeypatch.context() as patch:
+        streams.log_steps(log, patch.setattr)
+        logged = loop.backward
+        patch.setattr(loop, "backward", lambda *a, **k: logged(*a, **k) if count(log) < 12 else pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            streams.run(config)
+    shutil.rmtree(tmp_path / "queue")
+    engines = streams.CodeEngines()
+    resumed = streams.run(config, engines=engines)
+    assert (resumed.folder / "model.safetensors").read_bytes() == (straight.folder / "model.safetensors").read_bytes()
+    passed = [row.row_id for row in list(plan_of(config).rows())[:18]]  # of 9 steps: three windows of three parts
+    assert not set(passed) & set(engines.asked(CaptureRequest)), "what the checkpoint covers is not captured again"
+
+
+def count(log):
+    return len(streams.logged_steps(log)) if log.exists() else 0
+
+
+def test_queues_of_runs_that_were_given_up_are_removed_and_those_of_others_are_not(tmp_path):
+    config = streams.config_of(tmp_path)
+    for name in ("given-up", "going-on"):
+        (tmp_path / "queue" / name).mkdir(parents=True)
+    with exclusive(tmp_path / "drafters" / "going-on", "train"):
+        streams.run(config)
+    assert [path.name for path in (tmp_path / "queue").iterdir()] == ["going-on"]
+
+
+def test_rows_that_capture_keeps_out_are_counted_and_the_others_trained_on(tmp_path, monkeypatch):
+    engines = streams.CodeEngines(states=lambda row_id, ids: faulty(row_id, ids))
+    streams.log_steps(tmp_path / "log", monkeypatch.setattr)
+
+    def faulty(row_id, ids):
+        if row_id in ("row-20", "row-40"):
+            ids = [1] * 25  # another row's states: those of one input
+        words = engines.code(row_id, ids)
+        if row_id == "row-5":
+            words[3, 1, 2] = 0x7F80
+        return words
+
+    config = streams.config_of(tmp_path, max_bytes=400_000)
+    rows = streams.corpus()
+    for number in (20, 40):
+        rows[number] = streams.response(number, num_tokens=25)
+    trained = streams.run(config, rows, engines=engines)
+    assert trained.manifest.rejects == {"not_finite": 1, "duplicate_states": 2}
+    seen = [row_id for step in streams.logged_steps(tmp_path / "log") for row_id, _ in step]
+    assert sorted(seen) == sorted(set(train_rows(rows)) - {"row-5", "row-20", "row-40"})
+    assert trained.manifest.counts["train_rows"] == len(seen)
+
+
+def test_too_many_rows_that_are_kept_out_end_the_run(tmp_path):
+    engines = streams.CodeEngines(states=lambda row_id, ids: engines.code(row_id, ids) * (row_id in ("row-1", "row-2")))
+    with pytest.raises(StageError, match=r"zero_states.*capture\.max_reject_share"):
+        streams.run(streams.config_of(tmp_path), engines=engines)
+
+
+def test_when_the_engine_fails_training_ends_with_its_error_and_the_next_run_goes_on(tmp_path):
+    def fails(row_id, ids):
+        if row_id == list(plan_of(config).rows())[-1].row_id:
+            raise StageError("the engine is broken")
+        return broken.code(row_id, ids)
+
+    config, broken, sound = streams.config_of(tmp_path), streams.CodeEngines(states=fails), streams.CodeEngines()
+    with pytest.raises(StageError, match="the engine is broken"):
+        streams.run(config, engines=broken)
+    trained = streams.run(config, engines=sound)
+    assert trained.manifest.counts["train_rows"] == len(train_rows(streams.corpus()))
+    assert 0 < len(sound.asked(CaptureRequest)) < len(train_rows(streams.corpus()))
+
+
+def test_a_streamed_drafter_names_the_responses_and_a_change_of_their_order_is_another_run(tmp_path):
+    config = streams.config_of(tmp_path, steps=2)
+    trained = streams.run(config)
+    responses = streams.response_set(config, streams.corpus())
+    states = streams.held_out(config, responses)
+    assert trained.manifest.parents == {"states": states.id, "responses": responses.id}
+    assert streams.run(config).id == trained.id
+    assert streams.run(streams.config_of(tmp_path, steps=2, max_bytes=200_000)).id != trained.id
+    assert train.run(config, cached(config, responses), start=None, role="champion").id != trained.id
+
+
+def cached(config, responses):
+    return capture.run(config, responses, engines=streams.CodeEngines(), target_layer_ids=streams.LAYERS)
+
+
+def test_two_processes_take_each_row_once_between_them_and_the_last_one_there_lets_it_go(tmp_path, processes):
+    config = streams.config_of(tmp_path)
+    responses = streams.response_set(config, streams.corpus())
+    states = streams.held_out(config, responses)
+    alone = streams.run(streams.config_of(tmp_path / "alone"))
+    folder = tmp_path / "drafters" / "two"
+    folder.mkdir(parents=True)
+    arguments = (tmp_path, folder, config, states, responses)
+    ranks = [processes.Process(target=streams.train_rank, args=(rank, *arguments)) for rank in (0, 1)]
+    with stream.fed(folder, config, states, None, responses, engines=streams.CodeEngines()):
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    steps = [streams.logged_steps(tmp_path / f"log-{rank}") for rank in (0, 1)]
+    both = [[row_id for row_id, _ in (*a, *b)] for a, b in zip(*steps, strict=True)]
+    assert sorted(row_id for step in both for row_id in step) == sorted(train_rows(streams.corpus()))
+    assert all(len(step) == 1 for step in steps[1])
+    found, expected = (load_file(one / "model.safetensors") for one in (folder, alone.folder))
+    assert all((found[name].float() - expected[name].float()).abs().max() < 0.01 for name in expected)

@@ -10,11 +10,15 @@ import pytest
 from tiny import tiny_drafter, tiny_target
 
 from jobs.served import ServedDrafters
+from pipeline import collect
 from pipeline.config import Config
 from pipeline.errors import StageError
 from pipeline.on_record import served_reply
+from pipeline.plan import plan
 from pipeline.render import Renderer
 from pipeline.rendering_check import require_same_rendering
+from pipeline.schemas import PROMPTS
+from pipeline.shards import read_tables
 from serving.deploy import Replica, engine, roll_out, run_probe, status, swap_replica
 from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError
@@ -196,7 +200,7 @@ def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
     assert lines[0]["drafter_version"] == "1"
 
 
-def test_a_chats_exact_ids_are_on_record_whole_and_streamed_and_are_those_that_are_rendered_here(fleet):
+def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_again(fleet, tmp_path):
     ask = {"model": fleet.server.served_name, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
     whole = ask | RETURN_IDS | {"max_tokens": 9}
     streamed = whole | {"stream": True, "stream_options": {"include_usage": True}}
@@ -211,9 +215,18 @@ def test_a_chats_exact_ids_are_on_record_whole_and_streamed_and_are_those_that_a
     assert (list(found[0].ids), found[0].target) == (replies[0].token_ids, "f00d")
     renderer = Renderer(fleet.target)
     assert list(found[0].prompt_ids) == renderer.prompt_ids(ask["messages"])
-    require_same_rendering(
-        Config(target={"model": fleet.target}, regenerate={"rendering_url": fleet.url}), renderer, None
+    config = Config(
+        root=tmp_path,
+        target={"model": fleet.target, "max_model_len": 512},
+        collect={"sources": (log.parent,), "redaction": "none", "max_reject_share": 1},
+        regenerate={"rendering_url": fleet.url, "reuse": "exact", "max_tokens": 9},
     )
+    require_same_rendering(config, renderer, None)
+    prompts = collect.run(config)
+    (row,) = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist()
+    row["split"] = "train"
+    reused = plan(config, row, renderer.row_ids(row), target_id="f00d", end_ids=renderer.end_ids)
+    assert list(reused.reply.ids) == replies[0].token_ids
 
 
 def test_the_probe_prompts_tokens_are_those_of_any_client(fleet):
