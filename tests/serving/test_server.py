@@ -223,9 +223,10 @@ def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_ag
     )
     require_same_rendering(config, renderer, None)
     prompts = collect.run(config)
-    (row,) = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist()
-    row["split"] = "train"
-    reused = plan(config, row, renderer.row_ids(row), target_id="f00d", end_ids=renderer.end_ids)
+    rows = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist()
+    (row,) = [row for row in rows if json.loads(row["messages"]) == ask["messages"]]
+    train = {**row, "split": "train"}
+    reused = plan(config, train, renderer.row_ids(row), target_id="f00d", end_ids=renderer.end_ids)
     assert list(reused.reply.ids) == replies[0].token_ids
 
 
