@@ -176,7 +176,7 @@ class TargetEngine:
         Raises: StageError when the route refuses it.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.exceptions import VLLMValidationError
+        from vllm.exceptions import VLLMClientError
         from vllm.renderers.online_renderer import OnlineRenderer
 
         renderer = OnlineRenderer(
@@ -187,16 +187,16 @@ class TargetEngine:
             chat_template_content_format="auto",
             enable_auto_tools=True,
         )
-        request = ChatCompletionRequest(
-            messages=json.loads(messages),
-            tools=json.loads(tools) if tools else None,
-            chat_template_kwargs=json.loads(template_args or "{}"),
-        )
         try:
+            request = ChatCompletionRequest(
+                messages=json.loads(messages),
+                tools=json.loads(tools) if tools else None,
+                chat_template_kwargs=json.loads(template_args or "{}"),
+            )
             rendered = asyncio.run(renderer.render_chat(request))
-        except VLLMValidationError as error:
+        except (VLLMClientError, ValueError) as error:
             raise StageError(f"vLLM's chat route refuses a conversation: {error}")
-        if not isinstance(rendered, tuple):
+        if not isinstance(rendered, tuple):  # an ErrorResponse, which is what its client would get
             raise StageError(f"vLLM's chat route refuses a conversation: {rendered}")
         _, (prompt,) = rendered
         return [int(token) for token in prompt["prompt_token_ids"]]

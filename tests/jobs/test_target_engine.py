@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tiny import TARGET_LAYER_IDS, HeldStates, tiny_drafter, tiny_target
 
-from jobs.engine_calls import FairLock, SharedEngine
+from jobs.engine_calls import Asked, FairLock, SharedEngine
+from jobs.engine_rows import capture_args
 from jobs.engine_sampling import reply_params
 from jobs.target_engine import TargetEngine
 from pipeline.capture_check import judge
@@ -266,6 +267,14 @@ def test_the_servers_own_rendering_is_the_renderers(engine, target):
     assert engine.rendered_ids(json.dumps(chat), tools=None, template_args="{}") == Renderer(target).prompt_ids(chat)
 
 
+@pytest.mark.parametrize(
+    ("messages", "args"), [('[{"role":"user"}]', '{"chat_template": 3}'), ("[]", "{}"), ("{}", "{}")]
+)
+def test_a_conversation_that_the_server_refuses_is_said_to_be_so(engine, messages, args):
+    with pytest.raises(StageError, match="chat route refuses"):
+        engine.rendered_ids(messages, tools=None, template_args=args)
+
+
 def test_the_capture_check_by_reference_sees_the_engines_own_precision(engine):
     check = engine.check_capture(ids_of(60, 40), [ids_of(61, 100), ids_of(62, 30)])
     judge(check, layer_ids=TARGET_LAYER_IDS, max_error=1e-4)  # words rounded to bf16 would be off by 4e-3
@@ -340,3 +349,28 @@ def test_requests_that_an_engine_lost_stop_their_caller():
     with pytest.raises(StageError, match="lost 1 requests"), shared.call() as call:
         call.add([SimpleNamespace(key="a", prompt_ids=(1,), params=None, captured=False)])
         deque(call.results())
+
+
+def test_of_two_tensor_ranks_one_keeps_states(target):
+    from vllm import SamplingParams
+
+    engine = TargetEngine(
+        target,
+        dtype="float32",
+        max_model_len=256,
+        target_layer_ids=TARGET_LAYER_IDS,
+        check="head",
+        tensor_parallel_size=2,
+        kv_cache_gib=0.125,
+        num_threads=1,
+    )
+    try:
+        with engine._shared.call() as call:
+            key = call.new_key()
+            params = reply_params(ask("row", 1), SamplingParams(), capture=capture_args(key))
+            call.add([Asked(key, ids_of(1, 20), params)])  # not as a captured one, so that nobody takes the states
+            assert len(list(call.results())) == 1
+        assert engine._llm.collective_rpc("drop_states") == [1, 0]
+        judge(engine.check_capture(ids_of(60, 40), []), layer_ids=TARGET_LAYER_IDS, max_error=1e-3)
+    finally:
+        engine.close()

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from serving.engine.capture import CaptureWorker
+from serving.engine import versions
+from serving.engine.capture import LAST_LAYER_KEY, CaptureWorker
 from serving.engine.kept_states import KeptStates
 from serving.engine.runners import RunnerV1, RunnerV2, known_runner
+from serving.errors import VersionError
 
 HIDDEN = 4
 V1State = namedtuple("V1State", "scheduler_output aux_hidden_states")
@@ -214,3 +216,48 @@ def test_a_model_without_that_norm_says_so_and_raises_nothing():
     )
     found = CaptureWorker.rebuilt_logprobs(worker, np.ones((1, HIDDEN), np.float32), [0])
     assert "norm" in found["error"]
+
+
+def test_an_engine_of_another_release_is_refused_by_name_before_it_loads(monkeypatch):
+    monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", "0.33.1"))
+    with pytest.raises(VersionError, match=r"vllm 0\.33\.1 is installed, expected 0\.32\.0"):
+        CaptureWorker.load_model(SimpleNamespace())
+
+
+def worker_of(model, *, layers=(0, 2), pipeline_stages=1):
+    return SimpleNamespace(
+        _layers=layers,
+        _num_decoder_layers=lambda: 4,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline_stages)),
+        model_runner=SimpleNamespace(get_model=lambda: model),
+    )
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (worker_of(None, layers=(2, 0)), "rising order"),
+        (worker_of(None, layers=(1, 1)), "rising order"),
+        (worker_of(None, layers=(-1, 2)), "rising order"),
+        (worker_of(None, layers=(0, 4)), "below 4"),
+        (worker_of(None, pipeline_stages=2), "needs one pipeline stage, found 2"),
+        (worker_of(SimpleNamespace()), "SimpleNamespace gives no auxiliary hidden states"),
+    ],
+)
+def test_an_engine_that_cannot_capture_says_why_when_it_loads(worker, message):
+    with pytest.raises(RuntimeError, match=message):
+        CaptureWorker._ask_for_layers(worker)
+
+
+def test_a_compiled_engine_gives_one_more_layer_only_where_it_loaded_with_it():
+    def worker(config, *, eager):
+        return SimpleNamespace(
+            _reader=object(),
+            _set_layers=lambda *, last: None,
+            vllm_config=SimpleNamespace(additional_config=config),
+            model_config=SimpleNamespace(enforce_eager=eager),
+        )
+
+    assert CaptureWorker.give_last_layer(worker({}, eager=True), True) is None
+    assert "compiled" in CaptureWorker.give_last_layer(worker({}, eager=False), True)
+    assert CaptureWorker.give_last_layer(worker({LAST_LAYER_KEY: True}, eager=False), True) is None
