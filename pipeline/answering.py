@@ -6,19 +6,21 @@ The responses are committed first. A kill in between leaves a part without state
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.artifacts import Shard
 from pipeline.cache_parts import CachePart, CachePlan, ids_of
 from pipeline.config import Config
 from pipeline.engines import Captured, CaptureRequest, Engine, PartDone, Reply
 from pipeline.follow import STATES
-from pipeline.plan import Planned, Served, plan
+from pipeline.plan import Planned, Served, plan, usable_context
 from pipeline.render import Renderer, RenderError
 from pipeline.rendering_check import require_same_rendering
 from pipeline.rows import num_rows, read_rows
@@ -60,6 +62,19 @@ class AnswerWork:
         size = self.config.regenerate.rows_per_part
         return min(size, num_rows(self.shards) - index * size)
 
+    def max_tokens(self) -> int:
+        """About the most tokens that prompts and replies can come to.
+
+        Prompts are counted from the bytes of all and the tokens of some; every reply is taken to be as long as it may.
+        """
+        tokens_per_byte = self._tokens_per_byte()
+        most, context, total = self.config.regenerate.max_tokens, usable_context(self.config), 0
+        for index in range(self.num_parts):
+            table = self._table(index)
+            asked = pc.min_element_wise(pc.fill_null(table.column("max_tokens"), most), most).to_numpy()
+            total += int(np.minimum(_num_bytes(table) * tokens_per_byte + asked, context).sum())
+        return total
+
     def begin(self, engine: Engine) -> Begun:
         """The checks that no reply is made before: how prompts are rendered, and what is captured."""
         renderer = Renderer(self.config.target.model)
@@ -94,9 +109,22 @@ class AnswerWork:
             reasons.update(STATES + reject["reason"] for reject in kept_out)
         return PartDone(index, self.size(index), part.counts["response_tokens"], reasons)
 
-    def _rows(self, index: int) -> list[dict[str, Any]]:
+    def _table(self, index: int) -> pa.Table:
         size = self.config.regenerate.rows_per_part
-        return read_rows(self.prompts, self.shards, PROMPTS, index * size, (index + 1) * size).to_pylist()
+        return read_rows(self.prompts, self.shards, PROMPTS, index * size, (index + 1) * size)
+
+    def _rows(self, index: int) -> list[dict[str, Any]]:
+        return self._table(index).to_pylist()
+
+    def _tokens_per_byte(self) -> float:
+        """Of the first prompts that have a rendering; 1 where none has, since a token has a byte at least."""
+        renderer, table = Renderer(self.config.target.model), self._table(0)
+        num_tokens, num_bytes = 0, 0.0
+        for row, size in zip(table.to_pylist(), _num_bytes(table), strict=True):
+            with suppress(RenderError):
+                num_tokens += len(renderer.row_ids(row))
+                num_bytes += size
+        return num_tokens / num_bytes if num_bytes else 1.0
 
     def _some_prompts(self, renderer: Renderer) -> Iterator[list[int]]:
         for index in range(self.num_parts):
@@ -122,6 +150,11 @@ class AnswerWork:
                 case _:
                     rejects.append({"row_id": row["row_id"], "source": row["source"], **found})
         return asked, served, rejects
+
+
+def _num_bytes(prompts: pa.Table) -> np.ndarray:  # [rows]
+    tools = pc.fill_null(pc.binary_length(prompts.column("tools")), 0)
+    return pc.add(pc.binary_length(prompts.column("messages")), tools).to_numpy()
 
 
 def response_rows(

@@ -8,28 +8,28 @@ whose states have holes, numbers that are none, zeros, norms of another scale, o
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline import stages, twins
 from pipeline.artifacts import HiddenStateCache, ResponseSet, Shard, artifact_dir, derivation_id, package_versions
-from pipeline.cache_parts import CachePlan, ids_of
+from pipeline.cache_parts import CachePlan
 from pipeline.config import Config
-from pipeline.engines import CaptureRequest, Engine, Engines, PartDone
+from pipeline.disk import Estimate, estimate, make_room
+from pipeline.engines import Engines
 from pipeline.errors import ConfigError
 from pipeline.fingerprint import target_fingerprint
 from pipeline.follow import Limit, follow
 from pipeline.progress import Progress
-from pipeline.rows import read_rows, tables
-from pipeline.schemas import CACHE, RESPONSES, SPLITS
-from pipeline.shards import Part, PartWriter, commit_part, drop_part, part_path, read_part, write_table
+from pipeline.reading import CaptureWork
+from pipeline.rows import ids_of_rows
+from pipeline.schemas import CACHE, SPLITS
+from pipeline.shards import PartWriter, commit_part, drop_part, part_path, read_part, write_table
 from pipeline.stages import Artifact
 from pipeline.storage import move_part, storage_of
 
@@ -77,7 +77,7 @@ def run(
     def build(folder: Path, derivation: str) -> HiddenStateCache:
         plan = _plan(config, folder, derivation, layer_ids)
         work = CaptureWork(plan, responses.folder, responses.manifest.shards, tuple(splits))
-        shards, rejects, counts = _build(config, work, engines)
+        shards, rejects, counts = _build(config, work, derivation, engines)
         parts = [read_part(part_path(folder, index)) for index in range(work.num_parts)]
         return HiddenStateCache(
             derivation_id=derivation,
@@ -88,7 +88,7 @@ def run(
             versions=package_versions(),
             counts=counts,
             rejects=rejects,
-            hidden_size=_hidden_size(config.target.model),
+            hidden_size=hidden_size(config.target.model),
             num_states=counts.get("states", 0),
             states_format=config.capture.states_format,
             splits=tuple(splits),
@@ -107,47 +107,25 @@ def run(
     )
 
 
-@dataclass(frozen=True)
-class CaptureWork:
-    """Reads the responses' rows by prefill, a part of the cache for a part of the responses."""
-
-    plan: CachePlan
-    responses: Path
-    shards: tuple[Shard, ...]
-    splits: tuple[str, ...] = SPLITS
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of the responses, and so of the cache."""
-        return len(tables(self.shards))
-
-    def rows(self, index: int) -> list[dict[str, Any]]:
-        """The rows of a part that are captured."""
-        shard = tables(self.shards)[index]
-        rows = read_rows(self.responses, [shard], RESPONSES, 0, shard.rows)
-        return rows.filter(pc.is_in(rows.column("split"), pa.array(self.splits))).to_pylist()
-
-    def begin(self, engine: Engine) -> dict[str, float]:
-        """The capture check, on the first rows there are."""
-        every = (ids_of(row) for index in range(self.num_parts) for row in self.rows(index))
-        return self.plan.check(engine, every)
-
-    def part(self, engine: Engine, index: int, begun: Mapping[str, float]) -> PartDone:
-        """The states of one part's rows."""
-        rows = self.rows(index)
-        if not self.plan.is_done(index):
-            with self.plan.begin(engine, index, begun) as part:
-                requests = [CaptureRequest(row["row_id"], tuple(ids_of(row))) for row in rows]
-                part.commit(rows, engine.prefill(requests, states=part))
-        return part_done(index, read_part(part_path(self.plan.folder, index)), rows=len(rows))
+def expected(config: Config, plan: CachePlan, *, num_rows: int, num_tokens: int, is_bound: bool = False) -> Estimate:
+    """What a cache of so many rows and tokens will take."""
+    return estimate(
+        config,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_layers=len(plan.layer_ids),
+        hidden_size=hidden_size(config.target.model),
+        is_bound=is_bound,
+    )
 
 
 def _build(
-    config: Config, work: CaptureWork, engines: Engines
+    config: Config, work: CaptureWork, derivation: str, engines: Engines
 ) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
     folder, limit = work.plan.folder, Limit(STAGE, config.capture.max_reject_share)
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = [len(work.rows(index)) for index in range(work.num_parts)]
+    extents = [work.extent(index) for index in range(work.num_parts)]
+    sizes = [num_rows for num_rows, _ in extents]
     _drop_parts_of_other_replies(work)
     writer = PartWriter(folder)
     todo = [index for index in range(work.num_parts) if not writer.is_done(index)]
@@ -155,6 +133,9 @@ def _build(
         if not sizes[index]:
             _commit_empty(folder, index)
     todo = [index for index in todo if sizes[index]]
+    if todo:
+        num_tokens = sum(num_tokens for _, num_tokens in extents)
+        make_room(config, derivation, expected(config, work.plan, num_rows=sum(sizes), num_tokens=num_tokens))
     progress = Progress(STAGE, total_rows=sum(sizes), rows_before=sum(sizes) - sum(sizes[index] for index in todo))
     retries = follow(engines, work, todo, progress=progress, rows=limit)
     twins.quarantine_twins(folder, work.num_parts)
@@ -179,18 +160,17 @@ def _drop_parts_of_other_replies(work: CaptureWork) -> None:
     """Forget parts whose rows are not those of the responses: they belong to ones that were removed and made anew."""
     for index in filter(work.plan.is_done, range(work.num_parts)):
         part = read_part(part_path(work.plan.folder, index))
-        cached = pq.read_table(work.plan.folder / twins.table_of(part).path, columns=["row_id", "ids"]).to_pylist()
-        expected = {row["row_id"]: ids_of(row) for row in work.rows(index)}
+        table = pq.read_table(work.plan.folder / twins.table_of(part).path, columns=["row_id", "ids"])
+        cached, asked = _by_id(table, "ids"), _by_id(work.table(index), "prompt_ids", "response_ids")
         rejected = {reject["row_id"] for reject in part.rejects}
-        is_whole = {row["row_id"] for row in cached} | rejected == set(expected)
-        if not is_whole or any(expected[row["row_id"]] != row["ids"] for row in cached):
+        if set(cached) | rejected != set(asked) or any(cached[row_id] != asked[row_id] for row_id in cached):
             logger.warning("capture: part %d holds the states of other replies; it is made again", index)
             drop_part(work.plan.folder, index)
 
 
-def part_done(index: int, part: Part, *, rows: int) -> PartDone:
-    """What a committed part of the cache amounts to."""
-    return PartDone(index, rows, part.counts["states"], Counter(reject["reason"] for reject in part.rejects))
+def _by_id(table: pa.Table, *columns: str) -> dict[str, bytes]:
+    ids = (ids.tobytes() for ids in ids_of_rows(table, *columns))
+    return dict(zip(table.column("row_id").to_pylist(), ids, strict=True))
 
 
 def worst(checks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -200,7 +180,7 @@ def worst(checks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: min(values) if name == "head_top1" else max(values) for name, values in found.items()}
 
 
-def _hidden_size(model: Path) -> int:
+def hidden_size(model: Path) -> int:
     """Numbers of a state of one layer. Raises: ConfigError when the target's config.json has none."""
     config = json.loads((model / "config.json").read_text())
     config = config.get("text_config", config)

@@ -13,8 +13,8 @@ from pathlib import Path
 from pipeline import capture, stages
 from pipeline.answering import AnswerWork
 from pipeline.artifacts import MANIFEST, PromptSet, ResponseSet, Shard, package_versions
-from pipeline.cache_parts import CachePlan
 from pipeline.config import Config
+from pipeline.disk import make_room
 from pipeline.engines import Engines
 from pipeline.errors import StageError
 from pipeline.fingerprint import fingerprint_id, target_fingerprint
@@ -45,9 +45,10 @@ def run(
 
     def build(folder: Path, derivation: str) -> ResponseSet:
         in_pass = target_layer_ids and config.capture.in_pass and not config.capture.stream
-        cache = capture.place(config, derivation, target_layer_ids).plan if in_pass else None
-        work = AnswerWork(config, prompts.folder, prompts.manifest.shards, folder, fingerprint_id(fingerprint), cache)
-        shards, rejects, counts = _build(config, work, engines)
+        place = capture.place(config, derivation, target_layer_ids) if in_pass else None
+        target_id, cache = fingerprint_id(fingerprint), place.plan if place else None
+        work = AnswerWork(config, prompts.folder, prompts.manifest.shards, folder, target_id, cache)
+        shards, rejects, counts = _build(config, work, place, engines)
         return ResponseSet(
             derivation_id=derivation,
             parents={"prompts": prompts.id},
@@ -77,15 +78,18 @@ def run(
 
 
 def _build(
-    config: Config, work: AnswerWork, engines: Engines
+    config: Config, work: AnswerWork, place: capture.Place | None, engines: Engines
 ) -> tuple[tuple[Shard, ...], dict[str, int], dict[str, int]]:
     writer, total = PartWriter(work.folder), num_rows(work.shards)
     limit = Limit(STAGE, config.regenerate.max_reject_share)
     todo = [index for index in range(work.num_parts) if not writer.is_done(index)]
     with ExitStack() as stack:
-        if work.cache and todo:
-            stack.enter_context(stages.exclusive(work.cache.folder, capture.STAGE))
-            _prepare_cache(work.cache)
+        if place and todo:
+            stack.enter_context(stages.exclusive(place.folder, capture.STAGE))
+            _prepare_cache(place.folder)
+            bound = work.max_tokens()
+            size = capture.expected(config, place.plan, num_rows=total, num_tokens=bound, is_bound=True)
+            make_room(config, place.derivation, size)
         progress = Progress(STAGE, total_rows=total, rows_before=total - sum(map(work.size, todo)))
         quarantine = Limit(capture.STAGE, config.capture.max_reject_share)
         retries = follow(engines, work, todo, progress=progress, rows=limit, states=quarantine)
@@ -99,8 +103,8 @@ def _build(
     return shards, rejects, counts
 
 
-def _prepare_cache(cache: CachePlan) -> None:
+def _prepare_cache(folder: Path) -> None:
     """Room for parts of the cache. One that was complete had the states of replies that are being made anew."""
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    (cache.folder / MANIFEST).unlink(missing_ok=True)
-    PartWriter(cache.folder)  # removes what a killed run left
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    PartWriter(folder)  # removes what a killed run left

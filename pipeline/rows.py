@@ -1,8 +1,9 @@
 """Some rows of a table that lies in several Parquet files, without reading the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,6 +33,14 @@ def read_rows(folder: Path, shards: Sequence[Shard], schema: pa.Schema, start: i
             found.append(_read(Path(folder) / shard.path, shard.rows, schema, begin, end))
         first += shard.rows
     return pa.concat_tables(found) if found else schema.empty_table()
+
+
+def ids_of_rows(table: pa.Table, *columns: str) -> Iterator[np.ndarray]:  # int32 [n] a row
+    """Each row's token ids, those of several list columns one after the other, without a Python object an id."""
+    lists = [table.column(name).combine_chunks() for name in columns]
+    ends = [(array.offsets.to_numpy(), array.values.to_numpy()) for array in lists]
+    for row in range(len(table)):
+        yield np.concatenate([values[offsets[row] : offsets[row + 1]] for offsets, values in ends])
 
 
 def _read(path: Path, rows: int, schema: pa.Schema, begin: int, end: int) -> pa.Table:

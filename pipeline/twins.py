@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.artifacts import Shard, describe_file, publish
+from pipeline.rows import ids_of_rows
 from pipeline.shards import Part, fsync_file, part_path, read_part, record, write_table
 
 logger = logging.getLogger("slipstream")
@@ -34,8 +34,10 @@ def quarantine_twins(folder: Path, num_parts: int) -> int:
     for index in range(num_parts):
         part = read_part(part_path(folder, index))
         tainted |= {reject["digest"] for reject in part.rejects if reject["reason"] == REASON}
-        for row in _table(folder, part, ["row_id", "ids", "digest"]).to_pylist():
-            owners[row["digest"]].setdefault(_input(row["ids"]), row["row_id"])
+        table = _table(folder, part, ["row_id", "ids", "digest"])
+        named = zip(table.column("row_id").to_pylist(), table.column("digest").to_pylist(), strict=True)
+        for (row_id, digest), ids in zip(named, ids_of_rows(table, "ids"), strict=True):
+            owners[digest].setdefault(hash(ids[:-1].tobytes()), row_id)  # the last token is never an input
     tainted |= {digest for digest, inputs in owners.items() if len(inputs) > 1}
     if not tainted:
         return 0
@@ -94,8 +96,3 @@ def _write(folder: Path, old: Shard, table: pa.Table) -> Shard:
 
 def _table(folder: Path, part: Part, columns: list[str] | None = None) -> pa.Table:
     return pq.read_table(folder / table_of(part).path, columns=columns)
-
-
-def _input(ids: list[int]) -> int:
-    """What the states were made from: all ids but the last."""
-    return hash(np.asarray(ids[:-1], np.int32).tobytes())

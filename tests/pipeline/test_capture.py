@@ -371,6 +371,16 @@ def test_states_go_to_storage_part_by_part_and_what_a_kill_left_follows(tmp_path
     assert words.tobytes() == random_words("", cached_rows(artifact)[0]["ids"]).tobytes()
 
 
+def test_states_that_do_not_fit_the_budget_stop_before_the_first_row(tmp_path):
+    engines = ScriptedEngines(states=random_words, check=SOUND)
+    config = config_for(tmp_path, max_bytes=4000)
+    with pytest.raises(StageError, match=r"capture needs .* of states as bf16.*capture.max_bytes = 4000"):
+        capture.run(
+            config, response_set(config, [response(n) for n in range(9)]), engines=engines, target_layer_ids=LAYERS
+        )
+    assert engines.checked == [] and engines.requests == []
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

@@ -398,3 +398,24 @@ def test_a_part_that_another_engine_has_committed_is_left_as_it_is(model, tmp_pa
     (done,) = engines.run(work, [1])
     assert engines.requests == [] and (record.stat().st_mtime_ns, read_part(record)) == before
     assert (done.rows, done.tokens, done.tries) == (2, 6, 1)
+
+
+def test_the_most_tokens_there_can_be_are_close_to_what_there_are_when_every_reply_is_as_long_as_it_may(
+    model, tmp_path
+):
+    rows = [prompt(n, num_tokens=10 + n, max_tokens=3) for n in range(12)]
+    artifact = run(model, tmp_path, rows, scripted(model))
+    real = sum(len(row["prompt_ids"] + row["response_ids"]) for row in rows_of(artifact).values())
+    prompts = prompt_set(tmp_path, rows)
+    work = answering.AnswerWork(
+        config_for(model, tmp_path), prompts.folder, prompts.manifest.shards, artifact.folder, "", None
+    )
+    assert real == sum(10 + n + 3 for n in range(12))
+    assert work.max_tokens() == pytest.approx(real, rel=0.25)
+
+
+def test_no_room_for_the_states_of_the_pass_stops_before_the_first_row(model, tmp_path):
+    engines = scripted(model)
+    with pytest.raises(StageError, match=r"at most .* of states as bf16.*capture.max_bytes = 1000"):
+        run(model, tmp_path, [prompt(n) for n in range(8)], engines, layers=LAYERS, capture={"max_bytes": 1000})
+    assert engines.requests == [] and engines.checked == []
