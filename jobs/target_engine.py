@@ -71,14 +71,8 @@ class TargetEngine:
         self._model = Path(model)
         self._layer_ids = tuple(target_layer_ids)
         self._check = choose_check(check, self._model)
-        if current_platform.is_cpu():
-            # A seeded request whose prompt is cut into chunks stops vLLM's CPU runner: it sets its generator's
-            # offset back, which only CUDA generators have.
-            engine_args = {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_model_len, MIN_BATCHED_TOKENS),
-            } | engine_args
-        engine_args = {"enforce_eager": True} | engine_args
+        defaults = _cpu_args(max_model_len, kv_cache_gib) if current_platform.is_cpu() else {}
+        engine_args = {"enforce_eager": True} | defaults | engine_args
         # A compiled engine's layers are fixed when it loads; an eager one gives one more for as long as it is asked to.
         give_last = self._check == "head" and not engine_args["enforce_eager"]
         self._llm = LLM(
@@ -90,7 +84,6 @@ class TargetEngine:
             disable_log_stats=True,
             worker_cls=WORKER_CLASS,
             additional_config={LAYERS_KEY: list(self._layer_ids), LAST_LAYER_KEY: give_last},
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
             **_speculation(drafter),
             **engine_args,
         )
@@ -207,6 +200,16 @@ class TargetEngine:
 
     def _params(self, request: GenerateRequest, capture: dict[str, Any] | None) -> Any:
         return reply_params(request, self._llm.get_default_sampling_params(), capture=capture)
+
+
+def _cpu_args(max_model_len: int, kv_cache_gib: float) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+        # A seeded request whose prompt is cut into chunks stops vLLM's CPU runner: it sets its generator's offset
+        # back, which only CUDA generators have.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, MIN_BATCHED_TOKENS),
+    }
 
 
 def _speculation(drafter: Path | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 On a GPU the engine's stream is never waited for: a forward pass's states are gathered into a buffer of their own on
 that stream (a graph's replay overwrites the originals), another stream copies them into pinned memory, and they are
-dealt out to their requests once an event says that the copy is over. On a CPU they are dealt out at once.
+dealt out to their requests once an event says that the copy is over. (That half has not been run on a GPU yet.) On a
+CPU they are dealt out at once.
 
 Shapes: T rows of a forward pass, L layers, H hidden size, n positions.
 """

@@ -3,14 +3,12 @@
 import json
 import os
 import threading
-from collections import deque
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny import TARGET_LAYER_IDS, HeldStates, tiny_drafter, tiny_target
 
-from jobs.engine_calls import Asked, FairLock, SharedEngine
+from jobs.engine_calls import Asked
 from jobs.engine_rows import capture_args
 from jobs.engine_sampling import reply_params
 from jobs.target_engine import TargetEngine
@@ -19,7 +17,6 @@ from pipeline.engines import CaptureRequest, GenerateRequest
 from pipeline.errors import StageError
 from pipeline.quantize import as_float32
 from pipeline.render import Renderer
-from pipeline.sampling import as_text, settings_of
 
 FAVOURITE = 433  # the target says it often, the drafter always proposes it
 EOS = '{"ignore_eos":true}'
@@ -221,36 +218,6 @@ def test_a_stop_string_ends_the_ids_at_the_token_that_completes_it(engine):
     assert_close(sink.words["row"], prefilled(engine, request, reply))
 
 
-def test_every_setting_of_the_traffic_reaches_the_sampler():
-    from vllm import SamplingParams
-
-    asked = {
-        "top_k": 7,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "stop": ["\n\n"],
-        "stop_token_ids": [3],
-        "ignore_eos": True,
-        "min_tokens": 2,
-    }
-    sampling = as_text(settings_of(asked | {"response_format": {"type": "json_object"}}))
-    request = GenerateRequest("row", (1, 2), 9, 0.5, 0.75, 11, sampling)
-    params = reply_params(request, SamplingParams(top_k=3, temperature=0.1), capture={"key": "value"})
-    assert {name: getattr(params, name) for name in asked} == asked
-    assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.5, 0.75, 9, 11)
-    assert params.structured_outputs.json_object and params.extra_args == {"key": "value"}
-    assert params.skip_reading_prefix_cache and params.detokenize  # a stop string is found in text
-
-
-def test_what_a_request_leaves_open_is_the_targets_own():
-    from vllm import SamplingParams
-
-    params = reply_params(GenerateRequest("row", (1,), 9, None, None, 1), SamplingParams(temperature=0.3, top_p=0.8))
-    assert (params.temperature, params.top_p, params.detokenize) == (0.3, 0.8, False)
-
-
 def test_seeded_replies_need_no_generator_to_be_set_back(engine):
     # Three prompts do not fit one step together: in chunks, vLLM's CPU runner would stop here.
     asked = [ask(f"seeded-{n}", 60 + n, length=300, max_tokens=5, temperature=0.7) for n in range(3)]
@@ -320,35 +287,6 @@ def test_both_checks_run_while_a_drafter_reads_its_own_layers(speculating, monke
     monkeypatch.setattr(speculating, "_check", check)
     found = speculating.check_capture(ids_of(60, 40), [ids_of(61, 100)])
     judge(found, layer_ids=TARGET_LAYER_IDS, max_error=1e-3)
-
-
-def test_a_lock_goes_to_whoever_waited_longest():
-    lock, order, waiting = FairLock(), [], []
-
-    def take(name):
-        with lock:
-            order.append(name)
-
-    with lock:
-        for name in "abcd":
-            thread = threading.Thread(target=take, args=(name,))
-            waiting.append(thread)
-            thread.start()
-            while len(lock._queue) < len(waiting) + 1:
-                pass
-    for thread in waiting:
-        thread.join()
-    assert order == ["a", "b", "c", "d"]
-
-
-def test_requests_that_an_engine_lost_stop_their_caller():
-    engine = SimpleNamespace(
-        add_request=lambda *args: None, has_unfinished_requests=lambda: False, abort_request=lambda keys: None
-    )
-    shared = SharedEngine(SimpleNamespace(llm_engine=engine))
-    with pytest.raises(StageError, match="lost 1 requests"), shared.call() as call:
-        call.add([SimpleNamespace(key="a", prompt_ids=(1,), params=None, captured=False)])
-        deque(call.results())
 
 
 def test_of_two_tensor_ranks_one_keeps_states(target):
