@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet,
 from pipeline.cache_parts import CachePlan
 from pipeline.capture import CaptureWork
 from pipeline.config import Config
+from pipeline.disk import RESERVE_BYTES, estimate, sweep
 from pipeline.engines import Engines
 from pipeline.errors import StageError
 from pipeline.follow import Limit
 from pipeline.produce import producing
 from pipeline.shards import part_path
 from pipeline.shards import read_part as read_record
-from pipeline.stages import Artifact, exclusive
+from pipeline.stages import Artifact, current_names, exclusive
 from pipeline.state_queue import StateQueue
 from pipeline.twins import REASON, table_of
 
@@ -63,21 +65,46 @@ def fed(
     """
     block_size = start.manifest.block_size if start else config.drafter.block_size
     plan = plan_stream(config, responses, states, block_size=block_size)
-    queue, layer_ids = queue_of(config, folder, plan), states.manifest.fingerprint.target_layer_ids
-    logger.info(
-        "train: %d rows in %d steps stream through %d bytes of disk, %d windows; %s",
-        plan.num_rows,
-        plan.num_steps,
-        plan.queue_bytes,
-        len(plan.windows),
-        LIMITS,
+    layer_ids = states.manifest.fingerprint.target_layer_ids
+    expected = estimate(
+        config,
+        num_rows=plan.num_rows,
+        num_tokens=plan.num_tokens,
+        num_layers=len(layer_ids),
+        hidden_size=states.manifest.hidden_size,
     )
+    logger.info("train: %s stream through a queue on disk, in %d steps; %s", expected, plan.num_steps, LIMITS)
     remove_abandoned(config, keep=folder)
+    queue = queue_of(config, folder, plan)
+    queue.recover()
+    keep, present = {states.id, *current_names(config.root).values()}, sum(queue.bytes_taken().values())
+    queue = replace(queue, max_bytes=_room(config, plan, keep=keep, present=present))
     work = CaptureWork(
         CachePlan(queue.folder, layer_ids, config.capture), responses.folder, responses.manifest.shards, ("train",)
     )
     with producing(queue, work, engines, covered=plan.parts_before(saved_step(folder)), total_rows=plan.num_rows):
         yield
+
+
+def _room(config: Config, plan: StreamPlan, *, keep: set[str], present: int) -> int:
+    """Bytes that the queue may take beside the caches that stay; older ones are removed for it.
+
+    ``present`` bytes of it are there already.
+
+    Raises: StageError where one window does not fit.
+    """
+    root, budget = config.root, config.capture.max_bytes
+    sweep(root, max_bytes=budget, ttl_hours=config.capture.ttl_hours, need=plan.queue_bytes, keep=keep)
+    stays = sum(path.stat().st_size for path in (root / HiddenStateCache.kind).rglob("*") if path.is_file())
+    room = min(plan.queue_bytes, budget - stays)
+    free = shutil.disk_usage(root).free - RESERVE_BYTES + present
+    if plan.window_bytes > min(room, free):
+        raise StageError(
+            f"{root}: states that are trained on together take {plan.window_bytes} bytes. capture.max_bytes = {budget} "
+            f"leaves {room} beside the caches that stay, and the disk {max(0, free)}: raise the one, or free some of "
+            "the other"
+        )
+    return room
 
 
 def queue_of(config: Config, folder: Path, plan: StreamPlan) -> StateQueue:

@@ -68,6 +68,13 @@ class StreamPlan:
     """The queue's budget: capture.max_bytes without what the held-out rows take of it."""
     expected: dict[int, int]
     """Part → bytes that its states take at most, in the order of training."""
+    num_tokens: int
+    """Of all rows of these parts, prompts and replies."""
+
+    @property
+    def window_bytes(self) -> int:
+        """The bytes of the largest window: less room than that, and training would wait for ever."""
+        return max(sum(self.expected[part] for part in window.parts) for window in self.windows)
 
     def rows(self) -> Iterator[PlannedRow]:
         """The rows that are trained on, in order."""
@@ -117,11 +124,13 @@ def plan_stream(
         order = tuple(rows[i] for i in _permutation(len(rows), seed + 1 + number))
         windows.append(Window(together, order, num_steps, -(-len(rows) // rows_per_step(config.train))))
         num_steps += windows[-1].num_steps
+    taken = [part for window in windows for part in window.parts]
     return StreamPlan(
         windows=tuple(windows),
         num_steps=min(num_steps, config.train.steps),
         queue_bytes=queue_bytes,
-        expected={part: expected[part] for window in windows for part in window.parts},
+        expected={part: expected[part] for part in taken},
+        num_tokens=sum(sum(parts[part].train_lengths) for part in taken),
     )
 
 
@@ -184,9 +193,7 @@ def _queue_bytes(config: Config, heldout: Artifact[HiddenStateCache], parts: Seq
 
 
 def _num_bytes(lengths: Sequence[int], per_state: int) -> int:
-    """At most so many bytes do rows of these lengths take in a part."""
-    if not lengths:
-        return 0
+    """At most so many bytes do rows of these lengths take in a part; one without rows has its table, too."""
     return sum(n * (per_state + _BYTES_PER_ID) + _BYTES_PER_ROW for n in lengths) + _BYTES_PER_PART
 
 

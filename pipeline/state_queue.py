@@ -86,13 +86,19 @@ class StateQueue:
         return tuple(self.expected)
 
     def recover(self) -> None:
-        """Remove what a killed run left that is no committed part. Only while nobody else is here."""
+        """Remove what a killed run left that is no committed part. Only while nobody else is here.
+
+        Committed parts stay as far as everything before them fits, too: the budget may be smaller than it was.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        done = set(self.order[: self.released().parts])
-        keep = {"released.json"}
-        for index in self.order:
-            if index not in done and (part := self._whole_part(index)):
-                keep |= {part_path(self.folder, index).name, *(shard.path for shard in part.shards)}
+        keep, taken = {"released.json"}, 0
+        for index in self.order[self.released().parts :]:
+            part = self._whole_part(index)
+            names = {part_path(self.folder, index).name, *(shard.path for shard in part.shards)} if part else set()
+            taken += sum(_size(self.folder / name) for name in names) if part else self.expected[index]
+            if taken > self.max_bytes:
+                break
+            keep |= names
         for path in self.folder.iterdir():
             if path.name not in keep:
                 path.unlink()

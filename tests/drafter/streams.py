@@ -42,7 +42,7 @@ class CodeEngines(ScriptedEngines):
         return states.to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
 
 
-def config_of(root, *, max_bytes=145_000, capture_settings=None, **settings):
+def config_of(root, *, max_bytes=400_000, capture_settings=None, **settings):
     """A configuration with this budget of disk."""
     if not (root / "target").exists():
         toys.target_folder(root / "target")

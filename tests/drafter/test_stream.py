@@ -57,7 +57,7 @@ def test_the_plan_deals_every_train_row_once_and_never_more_than_half_the_budget
 def test_the_plan_follows_from_seed_and_budget_alone(site):
     config = streams.config_of(site)
     assert plan_of(config) == plan_of(config)
-    others = [plan_of(streams.config_of(site, seed=1)), plan_of(streams.config_of(site, max_bytes=200_000))]
+    others = [plan_of(streams.config_of(site, seed=1)), plan_of(streams.config_of(site, max_bytes=450_000))]
     orders = [[row.row_id for row in plan.rows()] for plan in (plan_of(config), *others)]
     assert all(sorted(a) == sorted(b) and a != b for a, b in itertools.combinations(orders, 2))
 
@@ -80,8 +80,8 @@ def test_a_part_is_held_only_while_steps_may_still_ask_for_it(site):
     ("settings", "rows", "error", "words"),
     [
         ({"max_bytes": None}, None, ConfigError, r"needs capture\.max_bytes"),
-        ({"max_bytes": 50_000}, None, ConfigError, "the held-out rows alone take about"),
-        ({"max_bytes": 65_000}, None, ConfigError, r"part \d+ takes about \d+ bytes.*raise capture\.max_bytes"),
+        ({"max_bytes": 250_000}, None, ConfigError, "the held-out rows alone take about"),
+        ({"max_bytes": 327_000}, None, ConfigError, r"part \d+ takes about \d+ bytes.*raise capture\.max_bytes"),
         ({}, [streams.response(9, "gate"), streams.response(1, num_tokens=5)], StageError, "no train row has room"),
     ],
 )
@@ -199,26 +199,43 @@ def test_queues_of_runs_that_were_given_up_are_removed_and_those_of_others_are_n
     assert [path.name for path in (tmp_path / "queue").iterdir()] == ["going-on"]
 
 
-def test_rows_that_capture_keeps_out_are_counted_and_the_others_trained_on(tmp_path, monkeypatch):
-    engines = streams.CodeEngines(states=lambda row_id, ids: faulty(row_id, ids))
-    streams.log_steps(tmp_path / "log", monkeypatch.setattr)
+def test_the_queue_has_the_room_that_caches_which_stay_leave_and_older_ones_make_way(tmp_path):
+    config = streams.config_of(tmp_path)
+    plan = plan_of(config)
+    for name in ("old", "current"):
+        (tmp_path / "states" / name).mkdir(parents=True)
+        (tmp_path / "states" / name / "manifest.json").write_text("{}")
+        (tmp_path / "states" / name / "states.arrow").write_bytes(bytes(150_000))
+    (tmp_path / "current.json").write_text('{"general-states": "current"}')
+    trained = streams.run(config)
+    assert trained.manifest.counts["steps"] == plan.num_steps
+    assert [(tmp_path / "states" / name).exists() for name in ("old", "current")] == [False, True]
+    (tmp_path / "states" / "current" / "states.arrow").write_bytes(bytes(300_000))
+    with pytest.raises(StageError, match=rf"together take {plan.window_bytes} bytes.*beside the caches that stay"):
+        streams.run(streams.config_of(tmp_path, seed=5))
 
-    def faulty(row_id, ids):
-        if row_id in ("row-20", "row-40"):
-            ids = [1] * 25  # another row's states: those of one input
+
+def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, monkeypatch):
+    config = streams.config_of(tmp_path, capture_settings={"max_reject_share": 0.1})
+    windows = [[row.row_id for row in window.rows] for window in plan_of(config).windows]
+    broken, together, apart = windows[0][0], [*windows[0][1:3], windows[2][0]], [windows[1][0], windows[3][0]]
+
+    def states(row_id, ids):
         words = engines.code(row_id, ids)
-        if row_id == "row-5":
+        if row_id == broken:
             words[3, 1, 2] = 0x7F80
+        for twins in (together, apart):
+            if row_id in twins:
+                words[-1] = 0x3F80 + len(twins)  # of all that the row is made from, the last state tells
         return words
 
-    config = streams.config_of(tmp_path, max_bytes=400_000)
-    rows = streams.corpus()
-    for number in (20, 40):
-        rows[number] = streams.response(number, num_tokens=25)
-    trained = streams.run(config, rows, engines=engines)
-    assert trained.manifest.rejects == {"not_finite": 1, "duplicate_states": 2}
+    engines = streams.CodeEngines(states=states)
+    streams.log_steps(tmp_path / "log", monkeypatch.setattr)
+    trained = streams.run(config, engines=engines)
     seen = [row_id for step in streams.logged_steps(tmp_path / "log") for row_id, _ in step]
-    assert sorted(seen) == sorted(set(train_rows(rows)) - {"row-5", "row-20", "row-40"})
+    kept_out = {broken, *together, apart[1]}  # apart[0] was trained on before anybody could know
+    assert sorted(seen) == sorted(set(train_rows(streams.corpus())) - kept_out)
+    assert trained.manifest.rejects == {"not_finite": 1, "duplicate_states": 4}
     assert trained.manifest.counts["train_rows"] == len(seen)
 
 
@@ -249,7 +266,7 @@ def test_a_streamed_drafter_names_the_responses_and_a_change_of_their_order_is_a
     states = streams.held_out(config, responses)
     assert trained.manifest.parents == {"states": states.id, "responses": responses.id}
     assert streams.run(config).id == trained.id
-    assert streams.run(streams.config_of(tmp_path, steps=2, max_bytes=200_000)).id != trained.id
+    assert streams.run(streams.config_of(tmp_path, steps=2, max_bytes=450_000)).id != trained.id
     assert train.run(config, cached(config, responses), start=None, role="champion").id != trained.id
 
 

@@ -289,3 +289,15 @@ def test_a_run_that_died_goes_on_with_what_is_there(tmp_path):
 def test_a_queue_is_the_same_in_another_process(tmp_path):
     queue = queue_of(tmp_path, order=[3, 1, 2])
     assert pickle.loads(pickle.dumps(queue)).order == (3, 1, 2)
+
+
+def test_after_a_kill_a_smaller_budget_still_has_room_for_what_is_needed_first(tmp_path):
+    queue = queue_of(tmp_path / "queue", 6, budget=6)
+    queue.recover()
+    for index in (1, 2, 3, 4):
+        Blobs(tmp_path).part(None, index, None)
+    smaller = queue_of(tmp_path / "queue", 6, budget=3)
+    smaller.recover()
+    assert smaller.missing() == [0, 3, 4, 5]
+    with Heartbeat(smaller.heartbeat), smaller.admitted() as admitted:
+        assert admitted.index == 0
