@@ -128,8 +128,9 @@ class SharedEngine:
             # The last token is never an input, so it has no states.
             num_states = len(output.prompt_token_ids) + len(completion.token_ids) - 1
             taken = self._ask_worker("take_states", output.request_id, num_states)
-        call.running.discard(output.request_id)
+        # In this order: its caller looks at both without the lock, and must not find neither.
         call.finished.append(Finished(output.request_id, completion, taken))
+        call.running.discard(output.request_id)
 
     def _abort(self, call: "Call") -> None:
         with self._turn:
