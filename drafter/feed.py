@@ -1,7 +1,7 @@
 """What the training loop is fed with: the rows and anchors of each step, from wherever their states are."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,8 +31,8 @@ class Feed(Protocol):
     def figures(self) -> dict[str, float]:
         """What to put beside a measurement of the curve."""
 
-    def outcome(self) -> tuple[int, dict[str, int]]:
-        """Rows that were trained on, and rows that were rejected on the way, by reason."""
+    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """How many rows were trained on, and the records of those that were rejected on the way."""
 
 
 class CachedFeed:
@@ -64,9 +64,9 @@ class CachedFeed:
         """None."""
         return {}
 
-    def outcome(self) -> tuple[int, dict[str, int]]:
+    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
         """All rows: capture has rejected and counted the others."""
-        return len(self._rows), {}
+        return len(self._rows), []
 
 
 def rows_per_step(config: TrainConfig) -> int:

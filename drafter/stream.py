@@ -12,7 +12,7 @@ rows, which are cached.
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -184,12 +184,11 @@ class StreamFeed:
         """How long training has waited for states so far: back-pressure the other way round."""
         return {"waited_for_states_s": round(self._waited_s, 3)}
 
-    def outcome(self) -> tuple[int, dict[str, int]]:
-        """Rows that were trained on, and those that were not by reason, once all is released."""
+    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """The rows that were trained on, counted, and the records of those that were not, once all is released."""
         rejects = self._queue.released().rejects
         kept_out = {reject["row_id"] for reject in rejects}
-        trained = sum(row.row_id not in kept_out for row in self._plan.rows())
-        return trained, dict(Counter(str(reject["reason"]) for reject in rejects))
+        return sum(row.row_id not in kept_out for row in self._plan.rows()), rejects
 
     def _take(self, window: Window) -> None:
         """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""

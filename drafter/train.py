@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from pipeline.artifacts import (
 )
 from pipeline.config import Config
 from pipeline.errors import ConfigError, FingerprintError, StageError
+from pipeline.shards import REJECTS
 from pipeline.stages import Artifact, complete
 
 logger = logging.getLogger("slipstream")
@@ -130,8 +132,11 @@ def train_in(
             "walk": progress.best,
             "curve": progress.curve,
             "counts": {"train_rows": num_rows, "validation_rows": len(validation), "steps": progress.step},
-            "rejects": rejects,
+            "rejects": dict(Counter(str(reject["reason"]) for reject in rejects)),
         }
+        if rejects:
+            lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects)
+            write_durably(folder / REJECTS, lines.encode())
         write_durably(folder / _TRAINED, json.dumps(trained).encode())
 
 

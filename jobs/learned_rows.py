@@ -1,12 +1,13 @@
 """Which rows a drafter learned from, read from the data itself: manifests count rows and don't name them."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from pipeline.artifacts import HiddenStateCache, PromptSet, ResponseSet
+from pipeline.artifacts import MANIFEST, HiddenStateCache, PromptSet, ResponseSet
 
 # The nearest to training first: on the way from prompts to states rows are rejected, with reasons.
 _KINDS = (HiddenStateCache.kind, ResponseSet.kind, PromptSet.kind)
@@ -33,10 +34,13 @@ class Found:
 def of(root: Path, data: Mapping[str, str]) -> Rows | None:
     """The rows that a drafter with this data behind it (kind → derivation id) learned from; None where it is absent.
 
-    Where the states were removed, the responses that they were made from stand for them, then the prompts.
+    Where the states were removed, or passed through a stream, the responses that they were made from stand for them,
+    then the prompts: rows that were rejected on the way are then among them.
     """
     for kind in _KINDS:
-        if (derivation := data.get(kind)) and (tables := _tables(Path(root) / kind / derivation)):
+        folder = Path(root) / kind / data.get(kind, "")
+        if kind in data and _holds_train_rows(folder) and (tables := _tables(folder)):
+            derivation = data[kind]
             splits = [split for table in tables for split in _splits(table)]
             return Rows(kind, derivation, sorted(row_id for row_id, split in splits if split == "train"))
     return None
@@ -51,6 +55,12 @@ def holding(root: Path, row_id: str) -> list[Found]:
                 if (split := dict(_splits(table)).get(row_id)) is not None:
                     found.append(Found(kind, folder.name, split))
     return found
+
+
+def _holds_train_rows(folder: Path) -> bool:
+    """Whether the train rows would be here: the cache of a streamed run holds the others alone."""
+    path = folder / MANIFEST
+    return not path.exists() or "train" in json.loads(path.read_text()).get("splits", ["train"])
 
 
 def _tables(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """A streamed run: every row once and in the planned order, within the budget, whatever is killed and whenever."""
 
 import itertools
+import json
 import multiprocessing
 import random
 import shutil
@@ -236,6 +237,8 @@ def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, 
     kept_out = {broken, *together, apart[1]}  # apart[0] was trained on before anybody could know
     assert sorted(seen) == sorted(set(train_rows(streams.corpus())) - kept_out)
     assert trained.manifest.rejects == {"not_finite": 1, "duplicate_states": 4}
+    rejects = map(json.loads, (trained.folder / "rejects.jsonl").read_text().splitlines())
+    assert {reject["row_id"] for reject in rejects} == kept_out
     assert trained.manifest.counts["train_rows"] == len(seen)
 
 

@@ -1,5 +1,6 @@
 """Both directions of the lineage, under the root that has the data and under one that has MLflow alone."""
 
+import json
 import shutil
 
 import pytest
@@ -117,6 +118,19 @@ def test_a_row_is_found_in_the_responses_where_the_states_were_removed(built, tm
     shutil.rmtree(copy / "states")
     config = built.model_copy(update={"root": copy})
     assert "train rows of responses mails-responses" in "\n".join(lineage.run(config, "2", prompts=True))
+
+
+def test_of_a_streamed_run_the_rows_are_found_in_the_responses_that_it_read(built, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(built.root, copy)
+    path = copy / "states" / "mails-states" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "splits": ["validation", "gate"]}))
+    lines = lineage.run(built.model_copy(update={"root": copy}), "2", prompts=True)
+    assert "learned from 3 rows (train rows of responses mails-responses):" in lines and lines[-3:] == [
+        "m1",
+        "m3",
+        "m5",
+    ]
 
 
 def test_what_is_not_known_says_what_was_looked_for(built, tmp_path):
