@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from pipeline.shards import part_path, read_tables
 from pipeline.shards import read_part as read_record
 from pipeline.stages import Artifact, hold_for_reading
 from pipeline.staging import Staging
+
+# Of states that are mixed with each other in an epoch: a page cache holds so much while they are read.
+WINDOW_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,18 @@ def _rows(folder: Path, shards: Sequence[Shard], files: StatesFolder, split: str
     table = read_tables(folder, shards, CACHE)
     if split is not None:
         table = table.filter(pc.equal(table["split"], split))
-    for row in (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()):
-        if len(row["ids"]) != row["num_states"] + 1:
-            raise SchemaError(
-                f"{folder}: row {row['row_id']} has {row['num_states']} states and {len(row['ids'])} ids, which is one "
-                f"more of all sound rows; remove {folder} and capture again"
-            )
-        states = DiskStates(files, row["states_file"], row["states_batch"], row["num_states"])
-        ids = torch.tensor(row["ids"], dtype=torch.int64)
-        yield CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states)
+    for batch in table.to_batches():
+        lists = batch.column("ids")
+        values, ends = lists.values.to_numpy(), lists.offsets.to_numpy()
+        for row, start, end in zip(batch.drop_columns("ids").to_pylist(), ends, ends[1:], strict=False):
+            if end - start != row["num_states"] + 1:
+                raise SchemaError(
+                    f"{folder}: row {row['row_id']} has {row['num_states']} states and {end - start} ids, which is one "
+                    f"more of all sound rows; remove {folder} and capture again"
+                )
+            states = DiskStates(files, row["states_file"], row["states_batch"], row["num_states"])
+            ids = torch.from_numpy(values[start:end].astype(np.int64))
+            yield CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states)
 
 
 def shard_sizes(rows: Sequence[CachedRow]) -> list[int]:
@@ -97,12 +104,26 @@ def shard_sizes(rows: Sequence[CachedRow]) -> list[int]:
     return [sum(1 for _ in same) for _, same in groupby(names)]
 
 
+def window_rows(rows: Sequence[CachedRow]) -> int:
+    """Rows that ``Order`` may mix: as many as fit into memory or, where states are staged, into half of that budget."""
+    if not rows or not isinstance(rows[0].states, DiskStates):
+        return max(1, len(rows))
+    staging = staging_of(rows)
+    budget = staging.max_bytes // 2 if staging else WINDOW_BYTES
+    return max(1, int(budget / rows[0].states.files.bytes_per_row))
+
+
+def staging_of(rows: Sequence[CachedRow]) -> Staging | None:
+    """What stages the states of these rows of one cache; None where they are on this disk."""
+    return rows[0].states.files.staging if rows and isinstance(rows[0].states, DiskStates) else None
+
+
 def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: int, dtype: torch.dtype) -> Batch:
     """The batch of these rows and their anchors (each int64 [m], m may be 0). Raises: SchemaError on NaN or Inf."""
     width = max(len(a) for a in anchors)
     length = max(int(a.max()) for a in anchors if len(a))
-    D, F = len(rows), rows[0].states.shape[1]  # zeros where no block of the row sees a state
-    states = torch.zeros(D, length, F, dtype=dtype)
+    D, F = len(rows), rows[0].states.shape[1]
+    states = torch.empty(D, length, F, dtype=dtype)
     positions = torch.ones(D, width, dtype=torch.int64)
     is_real = torch.zeros(D, width, dtype=torch.bool)
     anchor_ids = torch.zeros(D, width, dtype=torch.int64)
@@ -110,17 +131,17 @@ def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: in
     slots = torch.arange(1, block_size)
     for i, (row, drawn) in enumerate(zip(rows, anchors, strict=True)):
         m = len(drawn)
-        if m == 0:
-            continue
-        end = int(drawn.max())  # no block sees a state at its anchor, or after it
+        end = int(drawn.max()) if m else 0  # no block sees a state at its anchor, or after it
         if isinstance(row.states, DiskStates):
             row.states[:end].copy_into(states[i, :end])
         else:
             states[i, :end] = row.states[:end]
+        states[i, end:] = 0
         positions[i, :m], is_real[i, :m] = drawn, True
         anchor_ids[i, :m] = row.ids[drawn]
         labels[i, :m] = row.ids[(drawn[:, None] + slots).clamp_max(row.num_tokens - 1)]
-    if not torch.isfinite(states).all():
+    # Smallest and largest, which a NaN would be: one pass, where torch.isfinite takes several.
+    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(states)):
         bad = [row.row_id for i, row in enumerate(rows) if not torch.isfinite(states[i]).all()]
         raise SchemaError(f"rows {bad}: cached states are not finite; capture them again")
     return Batch(states, positions, is_real, anchor_ids, labels)

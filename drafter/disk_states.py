@@ -37,7 +37,9 @@ class StatesFolder:
         self, folder: Path, shards: Iterable[Shard], *, staging: Staging | None = None, held: IO[str] | None = None
     ):
         self.folder, self.staging, self._held = Path(folder), staging, held
-        self._bytes = {shard.path: shard.bytes for shard in shards if is_states(shard)}
+        states = [shard for shard in shards if is_states(shard)]
+        self._bytes = {shard.path: shard.bytes for shard in states}
+        self.bytes_per_row = sum(self._bytes.values()) / max(1, sum(shard.rows for shard in states))
         for name, expected in self._bytes.items() if staging is None else ():
             path = self.folder / name
             found = path.stat().st_size if path.exists() else None
@@ -107,7 +109,7 @@ def unpack(codes: Tensor, scales: Tensor, group_size: int, into: Tensor) -> None
             places = slice(start * group_size, start * group_size + (end - start) * size)
             grouped = (n, L, end - start, size)
             numbers = codes[:, :, places].reshape(grouped) * steps[:, :, start:end, None]  # float32
-            target[:, :, places] = numbers.reshape(n, L, -1)
+            target[:, :, places] = numbers.flatten(2)
 
 
 def _readonly(array: np.ndarray) -> Tensor:

@@ -5,9 +5,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from drafter.dataset import CachedRow, shard_sizes
+from drafter.dataset import CachedRow, shard_sizes, staging_of, window_rows
 from drafter.order import Order
 from pipeline.config import TrainConfig
+
+# Files of states that are on storage are fetched so early.
+STEPS_AHEAD = 8
 
 
 class Feed(Protocol):
@@ -41,7 +44,9 @@ class CachedFeed:
     def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int):
         self.num_steps = config.steps
         self._rows, self._limit, self._block_size = rows, config.anchors_per_row, block_size
-        self._order = Order(len(rows), rows_per_step(config), config.seed, shards=shard_sizes(rows))
+        self._order = Order(
+            len(rows), rows_per_step(config), config.seed, shards=shard_sizes(rows), window=window_rows(rows)
+        )
 
     def replies(self) -> Iterator[Tensor]:
         """The reply of each row."""
@@ -49,6 +54,9 @@ class CachedFeed:
 
     def rows_of(self, step: int) -> list[tuple[CachedRow, Tensor]]:
         """The rows that the order deals to this step."""
+        if staging := staging_of(self._rows):
+            soon = (self._order.rows_of(step + ahead) for ahead in range(1, STEPS_AHEAD + 1))
+            staging.ahead(self._rows[row].states.name for picks in soon for _, row in picks)
         picks = self._order.rows_of(step)
         anchors = self._order.anchors_of(self._rows, picks, limit=self._limit, block_size=self._block_size)
         return [(self._rows[row], drawn) for (_, row), drawn in zip(picks, anchors, strict=True)]

@@ -30,7 +30,7 @@ class Staging:
     """
 
     def __init__(self, uri: str, shards: Iterable[Shard], folder: Path, *, max_bytes: int):
-        self._storage, self._folder, self._max_bytes = Storage(uri), Path(folder), max_bytes
+        self._storage, self._folder, self.max_bytes = Storage(uri), Path(folder), max_bytes
         self._prefix = hashlib.sha256(self._storage.uri.encode()).hexdigest()[:16]  # caches may share the folder
         self._shards = {shard.path: shard for shard in shards if is_states(shard)}
         largest = max((shard.bytes for shard in self._shards.values()), default=0)
@@ -157,11 +157,11 @@ class Staging:
                     path.unlink()
         used = sum(path.stat().st_size for path in self._folder.iterdir())
         for path in sorted(self._folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns):
-            if used + num_bytes <= self._max_bytes:
+            if used + num_bytes <= self.max_bytes:
                 break
             used -= path.stat().st_size
             path.unlink()
-        return used + num_bytes <= self._max_bytes
+        return used + num_bytes <= self.max_bytes
 
     @contextmanager
     def _admission(self) -> Iterator[None]:

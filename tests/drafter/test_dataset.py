@@ -3,12 +3,13 @@ import mmap
 import os
 import resource
 import shutil
+import time
 
 import pytest
 import torch
 import toys
 
-from drafter.dataset import CachedRow, collate, read_part, read_rows, shard_sizes
+from drafter.dataset import WINDOW_BYTES, CachedRow, collate, read_part, read_rows, shard_sizes, staging_of, window_rows
 from drafter.disk_states import OPEN_FILES, DiskStates, unpack
 from pipeline.artifacts import commit
 from pipeline.disk import sweep
@@ -223,7 +224,14 @@ def test_states_that_are_on_storage_are_staged_within_the_budget_as_batches_need
         assert torch.equal(batch.states, expected.states)
         staged = list((tmp_path / "root" / "staged").iterdir())
         assert 0 < sum(path.stat().st_size for path in staged) <= 2 * largest
-    assert found[0].states.files.staging.num_stalls > 6, "the budget holds two files, and one was needed again"
+    assert staging_of(found).num_stalls > 6, "the budget holds two files, and one was needed again"
+    assert window_rows(found) == 1, "half the budget is one file, of one row"
+    staging_of(found).ahead([found[5].states.name])
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "root" / "staged").glob(f"*{found[5].states.name}")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stalls = staging_of(found).num_stalls
+    assert torch.equal(numbers(found[5]), rows[5].states.float()) and staging_of(found).num_stalls == stalls
 
 
 def test_rows_of_one_file_are_told_to_the_order_together(tmp_path):
@@ -234,6 +242,8 @@ def test_rows_of_one_file_are_told_to_the_order_together(tmp_path):
     assert shard_sizes(found) == [2, 2, 1]
     assert shard_sizes([found[0], found[2], found[3]]) == [1, 2]
     assert shard_sizes([row for _, row in rows]) == [5] and shard_sizes([]) == []
+    assert window_rows([row for _, row in rows]) == 5 and staging_of(found) is None
+    assert window_rows(found) * file_bytes / 2 == pytest.approx(WINDOW_BYTES, rel=0.2)
 
 
 def test_a_batch_pads_rows_and_marks_what_is_real():
