@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from bench.figures import Figure, at_least, at_most, finish, shown  # noqa: E402
+from pipeline.workloads import support_mails  # noqa: E402
 
 DEMO_TARGET = ROOT / "runs" / "targets" / "SmolLM2-135M-Instruct"
 THREADS = len(os.sched_getaffinity(0))
@@ -96,6 +98,35 @@ def one_pass(setting: Setting) -> dict[str, Figure]:
     }
 
 
+def states_against_reference(setting: Setting) -> dict[str, Figure]:
+    """Largest relative error of a position's states at any layer, before they are rounded to bf16, in float32."""
+    from bench.oracles.one_engine import check, engine_process
+    from drafter.shape import read_target_shape
+    from pipeline.render import Renderer
+
+    num_layers, num_prompts = read_target_shape(setting.target).num_layers, 4 if setting.small else 12
+    renderer = Renderer(setting.target)
+    prompts = [
+        renderer.prompt_ids(mail["messages"])
+        for mail in islice(support_mails.prompts(num_prompts, seed=7), num_prompts)
+    ]
+    with engine_process(
+        setting.target, target_layer_ids=range(num_layers), check="reference", **setting.engine
+    ) as engine:
+        found = [engine(check, ids, prompts[:3]) for ids in prompts]
+    note = {"on": setting.on, "n": num_prompts, "positions": sum(map(len, prompts)) - num_prompts}
+    wrong = sum(one[f"layer_{layer}_nearest"] != layer for one in found for layer in range(num_layers))
+    errors = {name: max(one[name] for one in found) for name in ("batched_error", "answered_error")}
+    return {
+        "states_against_reference.max_error": at_most(
+            max(one[f"layer_{layer}_error"] for one in found for layer in range(num_layers)), 1e-4, **note
+        ),
+        "states_against_reference.wrong_layers": at_most(wrong, 0, **note),
+        "states_against_reference.batched_error": at_most(errors["batched_error"], 1e-4, **note),
+        "states_against_reference.answered_error": at_most(errors["answered_error"], 1e-4, **note),
+    }
+
+
 def states_files(setting: Setting) -> dict[str, Figure]:
     """Writing states against plain files of the same bytes; reading them into torch against a copy in memory."""
     from bench.oracles.state_files import copied, rows_of_words, written
@@ -166,7 +197,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
-    f.__name__: f for f in (one_pass, states_files, eight_bit)
+    f.__name__: f for f in (one_pass, states_against_reference, states_files, eight_bit)
 }
 
 

@@ -68,6 +68,11 @@ def read(
     return capture.run(config, responses, engines=timed, target_layer_ids=layers), timed.seconds
 
 
+def check(engine: Engine, ids: Sequence[int], others: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The capture check of one prompt."""
+    return engine.check_capture(ids, others)
+
+
 def _load(model: Path, settings: dict[str, Any]) -> None:
     global _engine
     from jobs.target_engine import TargetEngine
