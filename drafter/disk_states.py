@@ -7,8 +7,8 @@ Shapes: n positions, L layers, H hidden size, G groups of channels a layer, F = 
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -45,12 +45,20 @@ class StatesFolder:
             found = path.stat().st_size if path.exists() else None
             if found != expected:
                 raise SchemaError(f"{path}: {found} bytes, {expected} are recorded; remove {self.folder} and redo it")
-        self.open: Callable[[str], StatesFile] = lru_cache(OPEN_STAGED_FILES if staging else OPEN_FILES)(self._open)
+        self._opened: OrderedDict[str, StatesFile] = OrderedDict()  # the longest unused first
+        self._max_opened = OPEN_STAGED_FILES if staging else OPEN_FILES
 
-    def _open(self, name: str) -> StatesFile:
+    def open(self, name: str) -> StatesFile:
+        """A states file, which stays open until others are asked for. Raises: SchemaError where it is not recorded."""
         if name not in self._bytes:
             raise SchemaError(f"{self.folder / name}: named by a row, but not among the recorded files")
-        return self.staging.open(name) if self.staging else StatesFile(self.folder / name)
+        file = self._opened.pop(name, None)
+        if file is None:
+            file = self.staging.open(name) if self.staging else StatesFile(self.folder / name)
+        self._opened[name] = file
+        if len(self._opened) > self._max_opened:
+            self._opened.popitem(last=False)
+        return file
 
 
 class DiskStates:

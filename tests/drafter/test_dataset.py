@@ -1,4 +1,3 @@
-import gc
 import mmap
 import os
 import resource
@@ -108,7 +107,6 @@ def test_removed_files_give_up_their_bytes_when_the_last_row_goes(tmp_path):
     shutil.rmtree(cache.folder)
     assert files_mapped(cache.folder)
     del rows
-    gc.collect()
     assert not files_mapped(cache.folder)
 
 
@@ -273,7 +271,6 @@ def test_a_cache_stays_for_as_long_as_its_rows_are_held(tmp_path):
     assert sweep(tmp_path, max_bytes=1, ttl_hours=None) == []
     assert torch.equal(numbers(rows[0]), toys.row(12, 3).states.float())
     del rows
-    gc.collect()
     assert sweep(tmp_path, max_bytes=1, ttl_hours=None) == ["cache"]
     with pytest.raises(SchemaError, match="removed meanwhile"):
         read_rows(cache, "train")

@@ -2,6 +2,10 @@
 
 import hashlib
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +123,40 @@ def test_two_writers_of_one_part_do_not_mix(tmp_path):
     assert StatesFile(tmp_path / "states-00003-00.arrow").words(0).tobytes() == random_words(5, seed=2).tobytes()
     assert PartWriter(tmp_path).is_done(3)
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".arrow", ".json", ".lock"]
+
+
+_KILLED = """
+import sys, time
+from pathlib import Path
+from tests.pipeline.test_states import random_words, shards
+folder = Path(sys.argv[1])
+with shards(folder, hidden=64, shard_bytes=30_000) as sink:
+    for n in range(4):
+        sink.add(f"row-{n}", random_words(80, hidden=64, seed=n), num_states=80)
+    sink._writer._file.flush()  # the second file is half written
+    (folder.parent / "writing").touch()
+    time.sleep(600)
+"""
+
+
+def test_a_kill_amid_a_file_leaves_nothing_that_counts_and_the_part_is_made_again(tmp_path):
+    folder = tmp_path / "cache"
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(folder)], cwd=Path(__file__).resolve().parents[2])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "writing").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = list(folder.iterdir())
+    assert len(left) > 1 and all(path.name.startswith(".") and path.stat().st_size for path in left)
+    assert not PartWriter(folder).is_done(3) and not list(folder.iterdir())
+    with shards(folder, hidden=64, shard_bytes=30_000) as sink:
+        where = [sink.add(f"row-{n}", random_words(80, hidden=64, seed=n), num_states=80) for n in range(4)]
+        commit_part(folder, 3, sink.files())
+    for n, captured in enumerate(where):
+        words = StatesFile(folder / captured.states_file).words(captured.states_batch)
+        assert words.tobytes() == random_words(80, hidden=64, seed=n).tobytes()
 
 
 def test_a_full_disk_says_what_helps(tmp_path, monkeypatch):
