@@ -18,7 +18,7 @@ from pipeline.schemas import CACHE
 from pipeline.shards import part_path, read_tables
 from pipeline.shards import read_part as read_record
 from pipeline.stages import Artifact, hold_for_reading
-from pipeline.staging import Staging
+from pipeline.staging import STAGED, Staging
 
 # Of states that are mixed with each other in an epoch: a page cache holds so much while they are read.
 WINDOW_BYTES = 8 << 30
@@ -69,7 +69,7 @@ def read_rows(cache: Artifact[HiddenStateCache], split: str, *, staging_bytes: i
         raise SchemaError(f"{cache.folder}: removed meanwhile, to make room or for its age; capture again")
     if manifest.storage is not None:
         budget = staging_bytes or CaptureConfig.model_validate(manifest.config).staging_bytes
-        staging = Staging(manifest.storage, manifest.shards, cache.folder.parents[1] / "staged", max_bytes=budget)
+        staging = Staging(manifest.storage, manifest.shards, cache.folder.parents[1] / STAGED, max_bytes=budget)
     files = StatesFolder(cache.folder, manifest.shards, staging=staging, held=held)
     return list(_rows(cache.folder, manifest.shards, files, split))
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts import MANIFEST, HiddenStateCache, ResponseSet, Shard, find
+from pipeline.artifacts import MANIFEST, HiddenStateCache, ResponseSet, find
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.schemas import STATES_FORMATS, bytes_per_state
-from pipeline.shards import Part, is_states
 from pipeline.stages import current_names, exclusive
-from pipeline.storage import Storage
+from pipeline.staging import STAGED, forget
+from pipeline.storage import remove_stored
 
 logger = logging.getLogger("slipstream")
 
@@ -162,8 +162,8 @@ def _remove(cache: Path, why: str, leftover: Path | None = None) -> bool:
                 cache.rename(leftover)
             size = _bytes_of(leftover)
             if not cache.exists():  # else it was made again, and what is on storage is its own
-                for storage, shard in _stored_files(leftover):
-                    storage.remove(shard)
+                for uri in remove_stored(leftover):
+                    forget(uri, cache.parents[1] / STAGED)
             shutil.rmtree(leftover)
     except StageError:
         logger.info("states %s are in use and stay (%s)", cache.name, why)
@@ -173,17 +173,6 @@ def _remove(cache: Path, why: str, leftover: Path | None = None) -> bool:
         return False
     logger.info("states %s: removed %s (%s)", cache.name, _size(size), why)
     return True
-
-
-def _stored_files(cache: Path) -> list[tuple[Storage, Shard]]:
-    """States files of a cache, or of an interrupted one, that are on storage."""
-    found = []
-    for path in cache.glob("part-*.json"):
-        part = Part.model_validate_json(path.read_text())
-        if part.storage is not None:
-            storage = Storage(part.storage)
-            found += [(storage, shard) for shard in part.shards if is_states(shard)]
-    return found
 
 
 def _local_bytes(config: Config, expected: Estimate) -> int:

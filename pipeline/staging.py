@@ -19,6 +19,8 @@ from pipeline.storage import Storage, tried
 
 logger = logging.getLogger("slipstream")
 
+STAGED = "staged"
+"""The folder for it under a run root."""
 STALL_S = 1.0
 
 
@@ -31,7 +33,7 @@ class Staging:
 
     def __init__(self, uri: str, shards: Iterable[Shard], folder: Path, *, max_bytes: int):
         self._storage, self._folder, self.max_bytes = Storage(uri), Path(folder), max_bytes
-        self._prefix = hashlib.sha256(self._storage.uri.encode()).hexdigest()[:16]  # caches may share the folder
+        self._prefix = _prefix(self._storage.uri)
         self._shards = {shard.path: shard for shard in shards if is_states(shard)}
         largest = max((shard.bytes for shard in self._shards.values()), default=0)
         if largest > max_bytes:
@@ -175,6 +177,17 @@ class Staging:
 
     def _temporary(self, name: str) -> Path:
         return self._folder / f".{self._prefix}-{name}.tmp"
+
+
+def forget(uri: str, folder: Path) -> None:
+    """Remove the local copies of what was stored there. One that is open keeps its bytes until it is closed."""
+    for path in folder.glob(f"{_prefix(uri)}-*"):
+        path.unlink(missing_ok=True)
+
+
+def _prefix(uri: str) -> str:
+    """What tells the files of caches apart that share a staging folder."""
+    return hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
 def _lock(file: BinaryIO) -> bool:

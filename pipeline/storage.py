@@ -46,7 +46,7 @@ class Storage:
     def upload(self, path: Path, shard: Shard) -> None:
         """Copy a local file there, over whatever is there."""
         key = self._key(shard)
-        if self._files.type_name != "s3":  # object storage has no folders
+        if self._files.type_name == "local":  # object storage has no folders
             self._files.create_dir(os.path.dirname(key))
         with open(path, "rb") as source, self._files.open_output_stream(key, buffer_size=0) as sink:
             while chunk := source.read(CHUNK_BYTES):
@@ -93,6 +93,19 @@ def move_part(folder: Path, index: int, uri: str) -> Part:
     for shard in filter(is_states, part.shards):
         (folder / shard.path).unlink(missing_ok=True)
     return part
+
+
+def remove_stored(folder: Path) -> set[str]:
+    """Remove from storage what the parts that are recorded in a folder have there; where that was."""
+    places = set()
+    for path in folder.glob("part-*.json"):
+        part = Part.model_validate_json(path.read_text())
+        if part.storage is not None:
+            places.add(part.storage)
+            storage = Storage(part.storage)
+            for shard in filter(is_states, part.shards):
+                storage.remove(shard)
+    return places
 
 
 def _store(storage: Storage, folder: Path, shard: Shard) -> None:

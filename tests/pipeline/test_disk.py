@@ -20,6 +20,7 @@ from pipeline.disk import estimate, make_room, sweep
 from pipeline.errors import StageError
 from pipeline.shards import commit_part, part_path, read_part
 from pipeline.stages import Artifact, exclusive, hold_for_reading, set_current
+from pipeline.staging import STAGED, Staging
 from pipeline.states import StateShards
 from pipeline.storage import move_part
 
@@ -201,14 +202,17 @@ def test_what_is_older_than_its_time_goes_whole_and_interrupted_caches_alike(tmp
     assert sweep(tmp_path / "nowhere", max_bytes=1, ttl_hours=1) == []
 
 
-def test_states_on_storage_go_with_their_cache(tmp_path):
+def test_states_on_storage_and_their_local_copies_go_with_their_cache(tmp_path):
     (tmp_path / "bucket").mkdir()
     for name in ("a", "b"):
-        move_part(cache(tmp_path, name, hours_old=9), 0, f"file://{tmp_path}/bucket/{name}")
+        part = move_part(cache(tmp_path, name, hours_old=9), 0, f"file://{tmp_path}/bucket/{name}")
+        Staging(part.storage, part.shards, tmp_path / STAGED, max_bytes=10**6).open("states-00000-00.arrow")
         os.utime(tmp_path / "states" / name / "manifest.json", (1, 1) if name == "a" else None)
-    assert len(list((tmp_path / "bucket").rglob("*.arrow"))) == 2
+    assert len(list((tmp_path / "bucket").rglob("*.arrow"))) == len(list((tmp_path / STAGED).glob("*.arrow"))) == 2
     assert sweep(tmp_path, max_bytes=None, ttl_hours=1) == ["a"]
     assert [path.parent.name for path in (tmp_path / "bucket").rglob("*.arrow")] == ["b"]
+    (left,) = (tmp_path / STAGED).glob("*.arrow")
+    assert left.read_bytes() == (tmp_path / "bucket/b/states-00000-00.arrow").read_bytes()
 
 
 _KILLED = """

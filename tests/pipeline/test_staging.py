@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline import storage as storage_module
+from pipeline.artifacts import HiddenStateCache, verify
 from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.shards import PartWriter, commit_part, part_path, read_part
 from pipeline.staging import Staging
@@ -62,6 +63,10 @@ def test_a_moved_part_is_on_storage_alone_and_still_counts_as_done(tmp_path):
     assert after.shards == before.shards and after.storage == uri_of(tmp_path)
     assert states_in(folder) == [] and (folder / "rows-00000.parquet").exists()
     assert {path.name: path.read_bytes() for path in (tmp_path / "bucket/prefix").iterdir()} == bodies
+    manifest = {"derivation_id": "x", "parents": {}, "hidden_size": 64, "num_states": 1, "shards": after.shards}
+    verify(folder, HiddenStateCache(**manifest, storage=after.storage))
+    with pytest.raises(SchemaError, match="missing"):
+        verify(folder, HiddenStateCache(**manifest))
     writer = PartWriter(folder)
     assert writer.is_done(0) and {shard.path for shard in writer.finish(1)[0]} >= set(names)
     assert read_part(part_path(folder, 0)) == after
