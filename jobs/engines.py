@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -84,21 +85,21 @@ class EnginePool:
                 logger.warning("engines: processes %s have not ended, and hold their memory", left)
 
     def _dataset(self, work: Work, parts: Sequence[int], desk: Any, num_engines: int) -> "ray.data.Dataset":
-        with ray.data.DataContext.current(_quiet_context()):
-            return ray.data.from_blocks([pa.table({"part": [index]}) for index in parts]).map_batches(
-                EngineActor,
-                fn_constructor_args=(self._start, work, desk, str(self._model)),
-                batch_size=1,
-                batch_format="pyarrow",
-                compute=ray.data.ActorPoolStrategy(
-                    size=num_engines,
-                    max_tasks_in_flight_per_actor=PARTS_PER_ENGINE,
-                    max_concurrent_calls_per_actor=PARTS_PER_ENGINE,
-                    enable_true_multi_threading=True,
-                ),
-                num_cpus=1,
-                num_gpus=self._gpus_per_engine if ray.cluster_resources().get("GPU", 0) > 0 else 0,
-            )
+        _keep_ray_data_quiet()
+        return ray.data.from_blocks([pa.table({"part": [index]}) for index in parts]).map_batches(
+            EngineActor,
+            fn_constructor_args=(self._start, work, desk, str(self._model)),
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(
+                size=num_engines,
+                max_tasks_in_flight_per_actor=PARTS_PER_ENGINE,
+                max_concurrent_calls_per_actor=PARTS_PER_ENGINE,
+                enable_true_multi_threading=True,
+            ),
+            num_cpus=1,
+            num_gpus=self._gpus_per_engine if ray.cluster_resources().get("GPU", 0) > 0 else 0,
+        )
 
 
 class EngineActor:
@@ -131,8 +132,9 @@ class EngineActor:
             logger.warning("engines: an engine died over part %d (%s); try %d", index, last, tries)
         try:
             engine, begun = self._started()
+            began = time.monotonic()
             done = self._work.part(engine, index, begun)
-            return replace(done, tries=max(done.tries, tries))
+            return replace(done, tries=max(done.tries, tries), seconds=time.monotonic() - began)
         except SlipstreamError as error:
             return error
         except Exception as error:
@@ -177,13 +179,12 @@ def _done(result: PartDone | SlipstreamError) -> PartDone:
     return result
 
 
-def _quiet_context() -> "ray.data.DataContext":
-    """Ray Data's settings without its own progress: the stages log theirs."""
+def _keep_ray_data_quiet() -> None:
+    """No progress bars and notices of Ray Data's own: the stages log theirs."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current().copy()
+    context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    return context
 
 
 def _last_line(error: Exception) -> str:

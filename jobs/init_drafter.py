@@ -54,7 +54,8 @@ def general_states(config: Config, layers: Sequence[int], *, engines: Engines) -
             "gate_share": config.init.gate_share,
         }
     )
-    config = config.model_copy(update={"collect": collecting})
+    cached = config.capture.model_copy(update={"stream": False})  # a cold start sees its few rows many times
+    config = config.model_copy(update={"collect": collecting, "capture": cached})
     prompts = collect.run(config)
     responses = regenerate.run(config, prompts, target_layer_ids=layers, engines=engines)
     states = capture.run(config, responses, target_layer_ids=layers, engines=engines)

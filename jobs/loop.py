@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, train
+from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, stream, train
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import (
@@ -40,6 +40,7 @@ class Learned:
     prompts: Artifact[PromptSet]
     responses: Artifact[ResponseSet]
     states: Artifact[HiddenStateCache]
+    """Of the held-out rows alone, where the train rows were streamed (capture.stream)."""
     drafters: dict[str, Artifact[DrafterCheckpoint]]
     """champion, challenger and, where ``train.control`` asks for it, control; the champion alone where it has learned
     from these very states already."""
@@ -54,11 +55,16 @@ def learn(
     """
     champion = champion or stages.current(config.root, "champion", DrafterCheckpoint)
     layers = capture.layers_to_capture(config)
-    prompts, responses, states = _gather(config, layers, engines or regenerate.engines_of(config, layers))
+    engines = engines or regenerate.engines_of(config, layers)
+    prompts, responses, states = _gather(config, layers, engines)
     drafters = {"champion": champion}
     if champion.manifest.parents.get("states") == states.id:
         return Learned(prompts, responses, states, drafters)
-    drafters["challenger"] = train.run(config, states, start=champion, role="challenger")
+    drafters["challenger"] = (
+        stream.train_on(config, responses, states, start=champion, role="challenger", engines=engines)
+        if config.capture.stream
+        else train.run(config, states, start=champion, role="challenger")
+    )
     stages.set_current(config.root, "challenger", drafters["challenger"])
     if config.train.control:
         general = stages.current(config.root, "general-states", HiddenStateCache)
@@ -104,7 +110,8 @@ def _gather(
     stages.set_current(config.root, "prompts", prompts)
     responses = regenerate.run(config, prompts, target_layer_ids=layers, engines=engines)
     stages.set_current(config.root, "responses", responses)
-    states = capture.run(config, responses, target_layer_ids=layers, engines=engines)
+    take = stream.held_out if config.capture.stream else capture.run
+    states = take(config, responses, target_layer_ids=layers, engines=engines)
     stages.set_current(config.root, "states", states)
     return prompts, responses, states
 

@@ -144,8 +144,9 @@ def _build(
             move_part(folder, index, work.plan.storage)  # what a kill has left here
     writer.reread()
     shards, rejects, counts = writer.finish(work.num_parts)
-    limit.require(rejects, sum(sizes))
     counts = {"rows": 0, "states": 0, **counts, "retries": retries}
+    limit.require(rejects, sum(sizes))
+    limit.require_all(counts["rows"], rejects, sum(sizes))
     logger.info("capture: %s; quarantined: %s", counts, rejects or "none")
     return shards, rejects, counts
 

@@ -85,6 +85,8 @@ class PartDone:
     """Reason → rows."""
     tries: int = 1
     """Engines that began it: more than one when some died over it."""
+    seconds: float = 0.0
+    """From its beginning to its commit, the loading of an engine left out; 0 where nobody measured."""
 
 
 class StatesSink(Protocol):

@@ -15,7 +15,7 @@ STATES = "states/"
 
 @dataclass(frozen=True)
 class Limit:
-    """The share of a stage's rows that may be rejected."""
+    """The share of a stage's rows that may be rejected; all others must be kept."""
 
     stage: str
     max_share: float
@@ -27,6 +27,14 @@ class Limit:
                 f"{self.stage}: {rejected} of {total} rows rejected ({dict(reasons)}), more than "
                 f"{self.stage}.max_reject_share = {self.max_share}. The committed parts list them with reasons; repair "
                 "the cause, or raise the limit"
+            )
+
+    def require_all(self, kept: int, reasons: Mapping[str, int], total: int) -> None:
+        """Raises: StageError when rows are neither kept nor rejected, or are there twice."""
+        if kept + (rejected := sum(reasons.values())) != total:
+            raise StageError(
+                f"{self.stage}: {kept} rows kept and {rejected} rejected of {total}; remove the stage's folder and run "
+                "it again, and report this: a row was lost or is there twice"
             )
 
 
@@ -42,7 +50,7 @@ def follow(
     retries = 0
     with closing(engines.run(work, todo)) as parts:
         for done in parts:
-            progress.add(rows=done.rows, tokens=done.tokens)
+            progress.add(rows=done.rows, tokens=done.tokens, seconds=done.seconds)
             retries += done.tries - 1
             for reason, count in done.rejects.items():
                 if reason.startswith(STATES):

@@ -96,6 +96,7 @@ def _build(
     writer.reread()
     shards, rejects, counts = writer.finish(work.num_parts)
     limit.require(rejects, total)
+    limit.require_all(counts.get("responses", 0), rejects, total)
     if not counts.get("responses"):
         raise StageError(f"regenerate: no responses from {total} prompts; collect some traffic first")
     counts["retries"] = retries

@@ -55,19 +55,38 @@ def test_states_that_are_kept_out_have_a_limit_of_their_own():
     assert "capture: 8 of 100 rows rejected ({'zero_states': 8})" in str(error) and pool.handed == 2
 
 
-def test_the_estimate_is_of_this_runs_speed_and_counts_what_was_there_as_done(monkeypatch, caplog):
-    clock = iter([100.0, 110.0])
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.0, ["70 of 100 rows, 50 tokens/s, about 30 s left", "80 of 100 rows, 67 tokens/s, about 15 s left"]),
+        # The engine was loading for the first 6 of the 10 seconds.
+        (4.0, ["70 of 100 rows, 125 tokens/s, about 12 s left", "80 of 100 rows, 111 tokens/s, about 9 s left"]),
+    ],
+)
+def test_the_estimate_is_of_this_runs_speed_without_what_was_there_and_what_engines_load(
+    monkeypatch, caplog, seconds, expected
+):
+    clock = iter([100.0, 110.0, 115.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
     with caplog.at_level(logging.INFO, "slipstream"):
         following = Progress("regenerate", total_rows=100, rows_before=60)
-        following.add(rows=10, tokens=500)
+        following.add(rows=10, tokens=500, seconds=seconds)
+        following.add(rows=10, tokens=500, seconds=seconds)
     assert caplog.messages == [
         "regenerate: 60 of 100 rows were there already",
-        "regenerate: 70 of 100 rows, 50 tokens/s, about 30 s left",
+        *(f"regenerate: {line}" for line in expected),
     ]
 
 
 @pytest.mark.parametrize("total", [0, 5])
 def test_nothing_rejected_is_within_any_limit(total):
     Limit("capture", 0.0).require({}, total)
+
+
+@pytest.mark.parametrize("kept", [8, 10])
+def test_a_row_that_is_lost_or_there_twice_is_no_success(kept):
+    limit = Limit("capture", 0.5)
+    limit.require_all(9, {"holes": 1}, 10)
+    with pytest.raises(StageError, match=f"{kept} rows kept and 1 rejected of 10"):
+        limit.require_all(kept, {"holes": 1}, 10)
