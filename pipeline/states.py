@@ -21,9 +21,9 @@ import pyarrow as pa
 from pipeline.engines import Captured
 from pipeline.errors import SchemaError, StageError
 from pipeline.faults import find_fault
+from pipeline.hashed_file import HashedFile
 from pipeline.quantize import as_float32, dequantize, num_groups, quantize
 from pipeline.schemas import STATES_FORMATS, states_schema
-from pipeline.shards import HashedFile
 
 # What a file has beside its schema and its batches: magic words and paddings, and where each batch begins.
 _FOOTER_BYTES, _FOOTER_BYTES_PER_ROW = 32, 24
