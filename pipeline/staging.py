@@ -21,7 +21,7 @@ logger = logging.getLogger("slipstream")
 
 STAGED = "staged"
 """The folder for it under a run root."""
-STALL_S = 1.0
+STALL_S, SAY_EVERY_S = 1.0, 10.0
 
 
 class Staging:
@@ -95,10 +95,13 @@ class Staging:
 
     def _fetch(self, name: str) -> None:
         """Have the file in the folder: by this process, or by another one that is at it already."""
-        shard = self._shards[name]
+        shard, said = self._shards[name], time.monotonic()
         while not self._path(name).exists():
             with self._reserved(shard) as file:
                 if file is None:
+                    if time.monotonic() - said > SAY_EVERY_S:
+                        said = time.monotonic()
+                        logger.warning("staging: waiting for room in %s for %s", self._folder, name)
                     continue
                 tried(f"{self._storage.uri}/{name}: download", lambda file=file: self._download(shard, file))
                 with self._admission():

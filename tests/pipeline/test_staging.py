@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline import staging as staging_module
 from pipeline import storage as storage_module
 from pipeline.artifacts import HiddenStateCache, verify
 from pipeline.errors import ConfigError, SchemaError, StageError
@@ -164,7 +165,8 @@ staging(root, read_part(part_path(root / "states", 0)), num_files=1).open("state
 """
 
 
-def test_what_a_killed_reader_left_is_removed_and_what_a_living_one_writes_is_waited_for(tmp_path):
+def test_what_a_killed_reader_left_is_removed_and_what_a_living_one_writes_is_waited_for(tmp_path, monkeypatch, caplog):
+    logging.getLogger("slipstream").propagate = True
     part = committed(tmp_path / "states")
     move_part(tmp_path / "states", 0, uri_of(tmp_path))
     checkout = Path(__file__).resolve().parents[2]
@@ -176,9 +178,12 @@ def test_what_a_killed_reader_left_is_removed_and_what_a_living_one_writes_is_wa
             time.sleep(0.02)
         (left,) = (tmp_path / "staged").glob(".*.tmp")
         stage = staging(tmp_path, part, num_files=1)
+        monkeypatch.setattr(staging_module, "SAY_EVERY_S", 0.1)
         stage.ahead(["states-00000-01.arrow"])  # there is room for one file, which the other process has
-        time.sleep(0.3)
-        assert states_in(tmp_path / "staged") == [] and left.exists()
+        deadline = time.monotonic() + 60
+        while "waiting for room" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert states_in(tmp_path / "staged") == [] and left.exists() and "waiting for room" in caplog.text
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
