@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.engines import PartDone
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StageError
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,21 @@ def starts():
 
 def does_not_start():
     raise ValueError("no such model")
+
+
+def dies_while_it_loads_once(marker):
+    """An engine whose first process ends before it is loaded, as on a machine that is short of memory."""
+    if not marker.exists():
+        marker.touch()
+        os._exit(1)
+    return 1
+
+
+@dataclass(frozen=True)
+class Refuses(Frail):
+    """Work that a check at the beginning stops."""
+
+    def begin(self, engine):
+        with open(self.folder / "checks", "a") as file:
+            file.write("x")
+        raise StageError("capture check failed: layer 1")

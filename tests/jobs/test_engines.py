@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ from pipeline.render import Renderer
 from pipeline.schemas import CACHE, PROMPTS, RESPONSES
 from pipeline.shards import PartWriter, read_tables, write_table
 from pipeline.states import StatesFile
-from tests.jobs.frail_work import Frail, does_not_start, starts
+from tests.jobs.frail_work import Frail, Refuses, dies_while_it_loads_once, does_not_start, starts
 from tests.tiny import EOS_TOKEN_ID, TARGET_LAYER_IDS, tiny_target
 
 NUM_ROWS = 24
@@ -214,6 +215,18 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(pool, tmp_p
     with pytest.raises(StageError, match=r"could not start: no such model$"):
         list(pool.run(Frail(tmp_path), [0, 1]))
     assert os.listdir(tmp_path) == []
+
+
+def test_an_engine_that_dies_while_it_loads_is_started_again(pool, tmp_path):
+    pool._start = partial(dies_while_it_loads_once, tmp_path / "marker")
+    done = {one.index: one.tries for one in pool.run(Frail(tmp_path), [0, 1])}
+    assert sorted(done) == [0, 1] and max(done.values()) == 2
+
+
+def test_a_check_that_fails_at_the_beginning_is_made_once_and_ends_the_run(pool, tmp_path):
+    with pytest.raises(StageError, match=r"^capture check failed: layer 1$"):
+        list(pool.run(Refuses(tmp_path), [0, 1, 2]))
+    assert (tmp_path / "checks").read_text() == "x" and os.listdir(tmp_path) == ["checks"]
 
 
 def test_what_the_work_raises_on_purpose_reaches_the_driver_as_it_is(pool, tmp_path):
