@@ -132,13 +132,14 @@ def states_files(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.state_files import copied, rows_of_words, written
 
     rows = rows_of_words(16 if setting.small else 64, 512)
-    write, read = written(rows, setting.workdir, pairs=7), copied(rows, setting.workdir / "read.arrow", pairs=7)
+    write, read = written(rows, setting.workdir, pairs=7), copied(rows, setting.workdir / "read", pairs=7)
     note = {"on": f"{read['mb']:.0f} MB", "n": 7}
     return {
         "states_files.write_ratio": at_least(write["ratio"], 0.5, **note, spread=write["spread"]),
         "states_files.hash_mb_per_s": shown(write["hash_mb_per_s"], **note),
         "states_files.judge_mb_per_s": shown(write["judge_mb_per_s"], **note),
         "states_files.read_ratio": at_least(read["ratio"], 0.5, **note, spread=read["spread"]),
+        "states_files.fresh_read_ratio": shown(read["fresh_ratio"], **note),
         "states_files.mapped_ms": shown(read["mapped_ms"], **note),
     }
 

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from pipeline.states import StatesFile, StatesWriter, find_fault
+from drafter.dataset import read_part
+from pipeline.faults import find_fault
+from pipeline.schemas import CACHE
+from pipeline.shards import commit_part, write_table
+from pipeline.states import StateShards, StatesWriter
 
 LAYERS, HIDDEN = 5, 576
 
@@ -47,40 +52,71 @@ def written(rows: list[np.ndarray], folder: Path, *, pairs: int) -> dict[str, fl
     }
 
 
-def copied(rows: list[np.ndarray], path: Path, *, pairs: int) -> dict[str, float]:
-    """Seconds of a copy in memory over those of a copy out of the mapped file into torch; and the mapped read alone."""
-    _write_states(path, rows)
-    source = [torch.from_numpy(words.view(np.int16)) for words in rows]
-    into = torch.zeros(len(source), *source[0].shape, dtype=torch.int16)
-    ratios, mapped = [], []
+def copied(rows: list[np.ndarray], folder: Path, *, pairs: int) -> dict[str, float]:
+    """Seconds of a copy in memory over those of the training reader's copy into torch; and what a mapped read takes.
+
+    The reader's files are open and mapped, as from the second step on; ``fresh_ratio`` has it open everything anew.
+    """
+    _commit(folder, rows)
+    source = [torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).flatten(1) for words in rows]
+    into = torch.zeros(len(source), *source[0].shape, dtype=torch.bfloat16)
+    cached = read_part(folder, 0)
 
     def from_memory() -> None:
-        for number, words in enumerate(source):
-            into[number].copy_(words)
+        for number, states in enumerate(source):
+            into[number].copy_(states)
 
-    def from_file() -> None:
-        file = StatesFile(path)
-        for batch in range(len(file)):
-            into[batch].copy_(torch.from_numpy(file.words(batch).view(np.int16)))
+    def from_cache() -> None:
+        for number, row in enumerate(cached):
+            row.states.copy_into(into[number])
 
-    def without_copy() -> None:
-        file = StatesFile(path)
-        for batch in range(len(file)):
-            torch.from_numpy(file.words(batch).view(np.int16))
+    def fresh() -> None:
+        for number, row in enumerate(read_part(folder, 0)):
+            row.states.copy_into(into[number])
 
-    from_file()  # into the page cache
+    def mapped() -> None:
+        for row in read_part(folder, 0):
+            row.states.mapped()
+
+    from_cache()
+    if not all(torch.equal(found, expected) for found, expected in zip(into, source, strict=True)):
+        raise AssertionError("what was read is not what was written")
+    taken: dict[str, list[float]] = {f.__name__: [] for f in (from_memory, from_cache, fresh, mapped)}
     for number in range(pairs):
-        order = (from_memory, from_file) if number % 2 else (from_file, from_memory)
-        taken = {f.__name__: _seconds(f) for f in order}
-        ratios.append(taken["from_memory"] / taken["from_file"])
-        mapped.append(_seconds(without_copy))
-    num_bytes = sum(words.nbytes for words in rows)
+        order = (from_memory, from_cache, fresh, mapped)
+        for f in order if number % 2 else order[::-1]:
+            taken[f.__name__].append(_seconds(f))
+    ratios = [memory / cache for memory, cache in zip(taken["from_memory"], taken["from_cache"], strict=True)]
     return {
         "ratio": statistics.median(ratios),
         "spread": max(ratios) - min(ratios),
-        "mapped_ms": statistics.median(mapped) * 1e3,
-        "mb": num_bytes / 1e6,
+        "fresh_ratio": statistics.median(m / f for m, f in zip(taken["from_memory"], taken["fresh"], strict=True)),
+        "mapped_ms": statistics.median(taken["mapped"]) * 1e3,
+        "mb": sum(words.nbytes for words in rows) / 1e6,
     }
+
+
+def _commit(folder: Path, rows: list[np.ndarray]) -> None:
+    """The rows as a committed part of a cache."""
+    table = []
+    with StateShards(folder, 0, num_layers=LAYERS, hidden_size=HIDDEN) as shards:
+        for number, words in enumerate(rows):
+            kept = shards.add(f"row-{number}", words, num_states=len(words))
+            table.append(
+                {
+                    **dict.fromkeys(("conversation", "split", "slice"), "bench"),
+                    "row_id": kept.row_id,
+                    "weight": 1,
+                    "ids": [0] * (len(words) + 1),
+                    "num_prompt_tokens": 1,
+                    "num_states": len(words),
+                    "states_file": kept.states_file,
+                    "states_batch": kept.states_batch,
+                    "digest": kept.digest,
+                }
+            )
+        written_rows = pa.Table.from_pylist(table, schema=CACHE)
+        commit_part(folder, 0, {**shards.files(), "rows-00000.parquet": (len(table), write_table(written_rows))})
 
 
 def _write_plain(path: Path, rows: list[np.ndarray]) -> float:
