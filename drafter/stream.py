@@ -198,7 +198,8 @@ class StreamFeed:
         self._limit.require(Counter(str(reject["reason"]) for reject in rejects), self._plan.num_rows)
         rows = [row for part in window.parts for row in read_part(self._queue.folder, part)]
         self._twins = self._find_twins(window.parts)
-        twins = {twin["row_id"] for twin in self._twins}
+        if twins := {twin["row_id"] for twin in self._twins}:
+            logger.warning("train: %d rows share their last state with another input, and are left out", len(twins))
         self._rows = {row.row_id: row for row in rows if row.row_id not in twins}
         self._window = window
 

@@ -121,6 +121,14 @@ COMMANDS: dict[str, Command] = {
         "slipstream train --set train.steps=800 --set train.learning_rate=1e-3",
         add_arguments=_train_arguments,
     ),
+    "stream": Command(
+        "jobs.stream",
+        "capture and train at the same time: answers + champion → challenger, each row once",
+        "slipstream stream --set capture.max_bytes=100000000000",
+        more="For states that do not fit on the disk: never more than capture.max_bytes of them are there.\n"
+        "`slipstream run` does it where capture.stream = true. Such a run sees no row again: no second epoch,\n"
+        "no second setting on the same states. One that was killed goes on where its checkpoint is.",
+    ),
     "evaluate": Command(
         "jobs.evaluate",
         "champion and challenger serve the same held-out prompts, in turn on one engine",

@@ -4,9 +4,9 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
@@ -127,6 +127,12 @@ class CaptureConfig(Frozen):
     """Object storage that finished states files are moved to (s3://bucket/prefix); readers stage them locally."""
     staging_bytes: int = Field(8 << 30, gt=0)
     """Disk that staged states files may take."""
+
+    @model_validator(mode="after")
+    def _stream_has_a_budget(self) -> Self:
+        if self.stream and self.max_bytes is None:
+            raise ValueError("stream = true needs max_bytes: the disk that the states may take")
+        return self
 
 
 class TrainConfig(Frozen):

@@ -61,6 +61,8 @@ def producing(queue: StateQueue, work: Work, engines: Engines, *, total_rows: in
             try:
                 _fill(queue, work, engines, heartbeat, total_rows)
             except Exception as error:
+                if heartbeat.ended:
+                    logger.warning("produce: the engines failed when training had ended: %s", error)
                 failures.append(error)
                 heartbeat.end(f"the engines failed: {error}")
 

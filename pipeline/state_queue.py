@@ -30,8 +30,7 @@ from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.heartbeat import Watch
 from pipeline.shards import Part, part_path, read_part
 
-# A part that has taken this many engines down is given up.
-MAX_TRIES = 3
+MAX_TRIES = 3  # a part that has taken so many engines down is given up
 POLL_S = 0.1
 _PART_FILE = re.compile(r"-(\d{5,})\b")
 _CLAIM = ".claim"
@@ -105,7 +104,7 @@ class StateQueue:
 
     def missing(self) -> list[int]:
         """Parts that still have to be put in, in order."""
-        return [i for i in self.order[self.released().parts :] if not part_path(self.folder, i).exists()]
+        return list(self._missing())
 
     def released(self) -> Released:
         """What has been released so far."""
@@ -189,7 +188,7 @@ class StateQueue:
     def _admit(self) -> tuple[Admitted | None, BinaryIO | None] | None:
         """The part and its claim; (None, None) where it must wait; None where no part is left to begin."""
         with self._locked():
-            for index in self.missing():
+            for index in self._missing():
                 if (claim := self._claim(index)) is None:  # another engine is at it
                     continue
                 self._remove(lambda path, of: of == index and not path.name.startswith(_CLAIM))  # noqa: B023
@@ -217,6 +216,9 @@ class StateQueue:
             claim.close()
             return None
         return claim
+
+    def _missing(self) -> Iterator[int]:
+        return (i for i in self.order[self.released().parts :] if not part_path(self.folder, i).exists())
 
     def _whole_part(self, index: int) -> Part | None:
         try:

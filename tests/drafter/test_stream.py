@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import streams
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from drafter import loop, stream, train
@@ -80,7 +81,8 @@ def test_a_part_is_held_only_while_steps_may_still_ask_for_it(site):
 @pytest.mark.parametrize(
     ("settings", "rows", "error", "words"),
     [
-        ({"max_bytes": None}, None, ConfigError, r"needs capture\.max_bytes"),
+        ({"max_bytes": None}, None, ValidationError, "stream = true needs max_bytes"),
+        ({"max_bytes": None, "capture_settings": {"stream": False}}, None, ConfigError, r"needs capture\.max_bytes"),
         ({"max_bytes": 250_000}, None, ConfigError, "the held-out rows alone take about"),
         ({"max_bytes": 327_000}, None, ConfigError, r"part \d+ takes about \d+ bytes.*raise capture\.max_bytes"),
         ({}, [streams.response(9, "gate"), streams.response(1, num_tokens=5)], StageError, "no train row has room"),
