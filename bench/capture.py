@@ -7,6 +7,7 @@ python bench/capture.py --only one_pass --target DIR
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -174,6 +175,42 @@ def eight_bit(setting: Setting) -> dict[str, Figure]:
     }
 
 
+def killed(setting: Setting) -> dict[str, Figure]:
+    """Kill -9 at random moments, and again to the end: rows lost or twice, finished files touched, other ids."""
+    from bench.oracles.killed_runs import killed_runs
+
+    kills, seed = 3 if setting.small else 20, random.randrange(2**32)
+    folder = setting.workdir / "killed"
+    config = collected_config(setting, folder, 40, seed=90)
+    found = killed_runs(
+        folder, target=setting.target, layers=setting.layers, mails=config.collect.sources[0], kills=kills, seed=seed
+    )
+    note = {"on": setting.on, "n": found["kills"], "rounds": found["rounds"], "seed": seed}
+    return {f"killed.{name}": at_most(found[name], 0, **note) for name in ("missing", "twice", "touched", "other_ids")}
+
+
+def streamed(setting: Setting) -> dict[str, Figure]:
+    """A corpus five times its budget of disk, trained on to its end while its states are captured."""
+    from bench.oracles.streamed import streamed
+
+    training = {"steps": 1000, "blocks_per_step": 64, "optimizer": "adamw", "walk_rows": 4}
+    config = collected_config(setting, setting.workdir / "streamed", 80, seed=70, train=training)
+    update = {
+        "regenerate": config.regenerate.model_copy(update={"rows_per_part": 2}),
+        "collect": config.collect.model_copy(update={"validation_share": 0.05, "gate_share": 0.03}),
+    }
+    config = config.model_copy(update=update)
+    found = streamed(config, collected(config), setting.layers, times=5)
+    note = {"on": setting.on, "n": found["planned_rows"], **found}
+    return {
+        "streamed.untrained_rows": at_most(
+            found["planned_rows"] - found["trained_rows"] - found["rejected_rows"], 0, **note
+        ),
+        "streamed.corpus_over_budget": at_least(found["times"], 5, **note),
+        "streamed.most_mb_over_budget": at_most(found["most_mb"] - found["budget_mb"], found["shard_mb"], **note),
+    }
+
+
 def collected_config(setting: Setting, root: Path, mails: int, *, seed: int, **tables: dict[str, Any]) -> Any:
     """A configuration whose traffic is mails to the shop, no two settings sharing one."""
     from bench.oracles.real_gates import mails as write_mails
@@ -198,7 +235,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
-    f.__name__: f for f in (one_pass, states_against_reference, states_files, eight_bit)
+    f.__name__: f for f in (one_pass, states_against_reference, states_files, eight_bit, killed, streamed)
 }
 
 
