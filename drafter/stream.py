@@ -28,13 +28,13 @@ from drafter.resume import saved_step
 from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, artifact_dir
 from pipeline.cache_parts import CachePlan
-from pipeline.capture import CaptureWork
 from pipeline.config import Config
 from pipeline.disk import RESERVE_BYTES, estimate, sweep
 from pipeline.engines import Engines
 from pipeline.errors import StageError
 from pipeline.follow import Limit
 from pipeline.produce import producing
+from pipeline.reading import CaptureWork
 from pipeline.shards import part_path
 from pipeline.shards import read_part as read_record
 from pipeline.stages import Artifact, current_names, exclusive
