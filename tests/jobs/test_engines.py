@@ -1,12 +1,13 @@
 """The engine pool: real engines on Ray Data answer and capture; dead ones are replaced, hopeless parts given up."""
 
+import contextlib
 import json
 import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 import torch
@@ -104,15 +105,13 @@ class KillsOne:
 
 
 def engine_processes():
-    """Processes on this machine that Ray calls an engine's, oldest first."""
+    """The engines among the processes that this one has started, oldest first; other tests may run some as well."""
+    ours = psutil.Process().children(recursive=True)
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:
-            continue
-        if b"ray::" in command and b"EngineActor" in command:
-            found.append(int(path.parent.name))
+    for process in ours:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("ray::" in word and "EngineActor" in word for word in process.cmdline()):
+                found.append(process.pid)
     return sorted(found)
 
 
