@@ -189,6 +189,21 @@ def killed(setting: Setting) -> dict[str, Figure]:
     return {f"killed.{name}": at_most(found[name], 0, **note) for name in ("missing", "twice", "touched", "other_ids")}
 
 
+def killed_replica(setting: Setting) -> dict[str, Figure]:
+    """One replica of two killed in the middle: rows without a response or states, and retries that were counted."""
+    from bench.oracles.killed_replica import killed_replica
+
+    config = collected_config(setting, setting.workdir / "replica", 40, seed=80)
+    config = config.model_copy(update={"regenerate": config.regenerate.model_copy(update={"rows_per_part": 4})})
+    found = killed_replica(config, collected(config), setting.layers)
+    note = {"on": setting.on, "n": found["rows"]}
+    wrong = sum(found[f"{kind}_{fault}"] for kind in ("responses", "states") for fault in ("missing", "twice"))
+    return {
+        "killed_replica.rows_missing_or_twice": at_most(wrong, 0, **note, **found),
+        "killed_replica.retries_counted": at_least(found["retries"], 1, **note),
+    }
+
+
 def streamed(setting: Setting) -> dict[str, Figure]:
     """A corpus five times its budget of disk, trained on to its end while its states are captured."""
     from bench.oracles.streamed import streamed
@@ -235,7 +250,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
-    f.__name__: f for f in (one_pass, states_against_reference, states_files, eight_bit, killed, streamed)
+    f.__name__: f
+    for f in (one_pass, states_against_reference, states_files, eight_bit, killed, killed_replica, streamed)
 }
 
 
