@@ -127,6 +127,7 @@ def _build(
     extents = [work.extent(index) for index in range(work.num_parts)]
     sizes = [num_rows for num_rows, _ in extents]
     _drop_parts_of_other_replies(work)
+    _drop_parts_on_other_storage(work)
     writer = PartWriter(folder)
     todo = [index for index in range(work.num_parts) if not writer.is_done(index)]
     for index in todo:
@@ -166,6 +167,20 @@ def _drop_parts_of_other_replies(work: CaptureWork) -> None:
         rejected = {reject["row_id"] for reject in part.rejects}
         if set(cached) | rejected != set(asked) or any(cached[row_id] != asked[row_id] for row_id in cached):
             logger.warning("capture: part %d holds the states of other replies; it is made again", index)
+            drop_part(work.plan.folder, index)
+
+
+def _drop_parts_on_other_storage(work: CaptureWork) -> None:
+    """Forget parts that were moved to another storage than capture.storage is now: a cache is in one place."""
+    for index in filter(work.plan.is_done, range(work.num_parts)):
+        place = read_part(part_path(work.plan.folder, index)).storage
+        if place not in (None, work.plan.storage):
+            logger.warning(
+                "capture: the states of part %d are on %s, which is capture.storage no more; it is made again, and what "
+                "is there can be removed",
+                index,
+                place,
+            )
             drop_part(work.plan.folder, index)
 
 

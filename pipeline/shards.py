@@ -50,8 +50,9 @@ class PartWriter:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._committed = {int(p.stem.split("-")[1]): read_part(p) for p in self.folder.glob("part-*.json")}
-        self._remove_leftovers()
+        with _commits(self.folder):  # engines of a killed run may still be at it: what they commit now is no leftover
+            self.reread()
+            self._remove_leftovers()
 
     def is_done(self, index: int) -> bool:
         """Whether this part is committed."""
@@ -207,5 +208,5 @@ def read_part(path: Path) -> Part:
     for shard in part.local:
         file = path.parent / shard.path
         if not file.exists() or file.stat().st_size != shard.bytes:
-            raise SchemaError(f"{file}: damaged after it was committed; remove {path.parent} and run the stage again")
+            raise SchemaError(f"{file}: damaged after it was committed; remove {path}, and run the stage again")
     return part

@@ -371,6 +371,21 @@ def test_states_go_to_storage_part_by_part_and_what_a_kill_left_follows(tmp_path
     assert words.tobytes() == random_words("", cached_rows(artifact)[0]["ids"]).tobytes()
 
 
+@pytest.mark.parametrize("later", ["other", None])
+def test_parts_that_went_to_another_storage_are_made_again_where_the_others_are(tmp_path, later):
+    rows = [response(n) for n in range(6)]
+    first, _ = run(tmp_path, rows, storage=(tmp_path / "bucket").as_uri())
+    (first.folder / "manifest.json").unlink()
+    drop_part(first.folder, 2)
+    storage = later and (tmp_path / later).as_uri()
+    again, engines = run(tmp_path, rows, storage=storage)
+    assert again.id == first.id and set(engines.asked(CaptureRequest)) == {f"row-{n}" for n in range(6)}
+    assert again.manifest.storage == (storage and f"{storage}/states/{again.id}")
+    folder = tmp_path / later / "states" / again.id if later else again.folder
+    listed = {shard.path for shard in again.manifest.shards if shard.path.endswith(".arrow")}
+    assert {path.name for path in folder.glob("*.arrow")} == listed and len(listed) == 3
+
+
 def test_states_that_do_not_fit_the_budget_stop_before_the_first_row(tmp_path):
     engines = ScriptedEngines(states=random_words, check=SOUND)
     config = config_for(tmp_path, max_bytes=4000)

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import shards as parts
 from pipeline.errors import SchemaError, StageError
-from pipeline.shards import PartWriter, read_tables, write_table
+from pipeline.shards import PartWriter, commit_part, read_tables, write_table
 
 SCHEMA = pa.schema([("n", pa.int64())])
 
@@ -101,6 +103,28 @@ def test_a_kill_in_the_middle_of_a_part_costs_that_part_alone_and_no_row_is_ther
     assert [write_part(folder, i) for i in range(5)] == [False] * 3 + [True] * 2
     shards, _, _ = PartWriter(folder).finish(5)
     assert sorted(read_tables(folder, shards, SCHEMA)["n"].to_pylist()) == list(range(50))
+
+
+def test_what_an_engine_of_a_killed_run_is_committing_is_no_leftover(tmp_path, monkeypatch):
+    published, may_record, record = threading.Event(), threading.Event(), parts.record
+
+    def held_up(*arguments):
+        published.set()
+        assert may_record.wait(60)
+        record(*arguments)
+
+    monkeypatch.setattr(parts, "record", held_up)
+    files = {"rows-00000.parquet": (10, write_table(pa.table({"n": range(10)}, schema=SCHEMA)))}
+    engine = threading.Thread(target=commit_part, args=(tmp_path, 0, files))
+    engine.start()
+    assert published.wait(60)
+    driver = threading.Thread(target=PartWriter, args=(tmp_path,))
+    driver.start()
+    driver.join(0.2)  # as long as it takes where it doesn't wait
+    may_record.set()
+    engine.join()
+    driver.join()
+    assert len(read_tables(tmp_path, PartWriter(tmp_path).finish(1)[0], SCHEMA)) == 10
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1 and then nothing that ends a file"], ids=["zero bytes", "no footer"])
