@@ -118,7 +118,7 @@ def train_in(
             f"{list(drafter.shape.target_layer_ids)}; capture again with the drafter's layers"
         )
     feed = _feed(folder, config, states, responses, block_size=drafter.shape.block_size)
-    validation = read_rows(states, "validation")[: config.train.walk_rows]
+    validation = read_rows(states, "validation", staging_bytes=config.capture.staging_bytes)[: config.train.walk_rows]
     if not validation:
         raise StageError(f"{states.folder}: no validation rows; raise collect.validation_share or collect more traffic")
     progress = train_loop(drafter, frozen, feed, validation, config.train, folder)
@@ -151,7 +151,12 @@ def _feed(
     if responses is not None:
         plan = plan_stream(config, responses, states, block_size=block_size)
         return StreamFeed(config, plan, queue_of(config, folder, plan), responses, block_size=block_size)
-    rows = trainable_rows(read_rows(states, "train"), block_size)
+    if "train" not in states.manifest.splits:
+        raise StageError(
+            f"{states.folder}: holds the states of {', '.join(states.manifest.splits)} rows alone, as a streamed run "
+            "leaves them; train on their responses with slipstream stream, or run slipstream capture first"
+        )
+    rows = trainable_rows(read_rows(states, "train", staging_bytes=config.capture.staging_bytes), block_size)
     if not rows:
         raise StageError(
             f"{states.folder}: no train row has room for a block of {block_size} in its reply; collect more traffic "

@@ -75,7 +75,7 @@ def walk_gate_rows(
 
     served = {r["row_id"]: r for r in prompts.gate if r["temperature"] == r["sampling"].get("temperature") == 0.0}
     rows = []
-    for row in read_rows(states, "gate"):
+    for row in read_rows(states, "gate", staging_bytes=config.capture.staging_bytes):
         if row.row_id in served:
             end = min(row.num_tokens, row.num_prompt_tokens + served[row.row_id]["num_tokens"])
             # Each row is its own slice: what is served and counted in the end decides which rows are compared.

@@ -50,6 +50,7 @@ def general_states(config: Config, layers: Sequence[int], *, engines: Engines) -
             "sources": sources,
             "consent": "allow_all",
             "redaction": "none",
+            "served_models": (),  # nobody served these
             "max_prompts": config.init.num_prompts,
             "gate_share": config.init.gate_share,
         }

@@ -176,8 +176,8 @@ def _drop_parts_on_other_storage(work: CaptureWork) -> None:
         place = read_part(part_path(work.plan.folder, index)).storage
         if place not in (None, work.plan.storage):
             logger.warning(
-                "capture: the states of part %d are on %s, which is capture.storage no more; it is made again, and what "
-                "is there can be removed",
+                "capture: the states of part %d are on %s, which is capture.storage no more; it is made again, and "
+                "what is there can be removed",
                 index,
                 place,
             )

@@ -126,7 +126,7 @@ class CaptureConfig(Frozen):
     storage: str | None = None
     """Object storage that finished states files are moved to (s3://bucket/prefix); readers stage them locally."""
     staging_bytes: int = Field(8 << 30, gt=0)
-    """Disk that staged states files may take."""
+    """Disk that staged states files may take. A training run that goes on with another value has another order."""
 
     @model_validator(mode="after")
     def _stream_has_a_budget(self) -> Self:

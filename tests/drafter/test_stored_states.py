@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from drafter import feed, train
 from drafter.dataset import read_rows, staging_of
 from pipeline.artifacts import commit
+from pipeline.errors import ConfigError
 from pipeline.stages import Artifact
 from pipeline.storage import move_part, storage_of
 
@@ -34,7 +35,9 @@ def moved(root):
 
 def trained(root, cache):
     toys.target_folder(root / "target")
-    artifact = train.run(toys.config(root), cache, start=None, role="champion")
+    config = toys.config(root)
+    capture = config.capture.model_copy(update=cache.manifest.config)
+    artifact = train.run(config.model_copy(update={"capture": capture}), cache, start=None, role="champion")
     losses = [point["loss"] for point in artifact.manifest.curve if "loss" in point]
     return load_file(artifact.folder / "model.safetensors"), losses
 
@@ -46,6 +49,15 @@ def test_states_on_storage_train_the_same_drafter_to_the_bit(tmp_path, monkeypat
     assert losses == stored_losses
     assert all(torch.equal(weights[name], stored_weights[name]) for name in weights)
     assert losses
+
+
+def test_the_staging_budget_is_the_one_that_is_configured_now(tmp_path):
+    cache = moved(tmp_path)
+    toys.target_folder(tmp_path / "target")
+    config = toys.config(tmp_path)
+    config = config.model_copy(update={"capture": config.capture.model_copy(update={"staging_bytes": 1})})
+    with pytest.raises(ConfigError, match="staging_bytes = 1: less than the largest"):
+        train.run(config, cache, start=None, role="champion")
 
 
 def test_the_8_bit_form_trains_a_drafter_that_is_about_as_good(tmp_path):

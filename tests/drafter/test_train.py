@@ -185,6 +185,13 @@ def test_a_run_with_nothing_to_learn_never_starts(rows, words, site, monkeypatch
         train.run(toys.config(site), toys.cache(site, rows), start=None, role="champion")
 
 
+def test_a_cache_of_the_held_out_rows_alone_says_that_it_is_one(site):
+    cache = states(site)
+    held_out = cache.manifest.model_copy(update={"splits": ("validation", "gate")})
+    with pytest.raises(StageError, match=r"validation, gate rows alone.*slipstream stream"):
+        train.run(toys.config(site), Artifact(cache.folder, held_out), start=None, role="champion")
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
     model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
     frozen.head[0, 0] = float("inf")
