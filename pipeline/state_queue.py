@@ -88,9 +88,12 @@ class StateQueue:
         """Remove what a killed run left that is no committed part. Only while nobody else is here.
 
         Committed parts stay as far as everything before them fits, too: the budget may be smaller than it was.
+
+        Raises: StageError when an engine of the killed run lives on.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        keep, taken = {"released.json"}, 0
+        self._wait_for_engines()
+        keep, taken = {"released.json", "part-commits.lock", ".lock"}, 0
         for index in self.order[self.released().parts :]:
             part = self._whole_part(index)
             names = {part_path(self.folder, index).name, *(shard.path for shard in part.shards)} if part else set()
@@ -216,6 +219,18 @@ class StateQueue:
             claim.close()
             return None
         return claim
+
+    def _wait_for_engines(self) -> None:
+        """Ray ends the engines of a run whose leading process was killed, but not at once."""
+        deadline = time.monotonic() + self.timeout_s
+        for index in [index for path, index in self._files() if path.name.startswith(_CLAIM)]:
+            while (claim := self._claim(index)) is None:
+                if time.monotonic() > deadline:
+                    raise StageError(
+                        f"{self.folder}: an engine of an earlier run is still at part {index}; end it, then run again"
+                    )
+                time.sleep(POLL_S)
+            claim.close()
 
     def _missing(self) -> Iterator[int]:
         return (i for i in self.order[self.released().parts :] if not part_path(self.folder, i).exists())

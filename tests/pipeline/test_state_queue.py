@@ -255,10 +255,20 @@ def test_after_a_kill_committed_parts_are_used_and_all_else_is_removed(tmp_path)
     (queue.folder / "released.json").write_text(json.dumps({**body, "parts": 2}))
     queue.recover()
     assert queue.missing() == [3, 5]
-    assert {path.name for path in queue.folder.iterdir()} == {"released.json", *before}
+    assert {path.name for path in queue.folder.iterdir() if "lock" not in path.name} == {"released.json", *before}
     assert {path.name: path.stat().st_mtime_ns for path in queue.folder.glob("*-0000[24]*")} == before
     with pytest.raises(StageError, match=r"parts \[1\] were trained on and removed"):
         queue.wait_for([1, 2])
+
+
+def test_nothing_is_cleared_while_an_engine_of_the_killed_run_is_still_at_a_part(tmp_path):
+    queue = queue_of(tmp_path, timeout_s=0.3)
+    with Heartbeat(queue.heartbeat), queue.admitted():
+        with pytest.raises(StageError, match="an engine of an earlier run is still at part 0"):
+            queue.recover()
+        assert queue.heartbeat.exists()
+    queue.recover()
+    assert not queue.heartbeat.exists()
 
 
 def test_a_release_also_removes_what_a_killed_release_left(tmp_path):
