@@ -65,7 +65,7 @@ class Staging:
     def ahead(self, names: Iterable[str]) -> None:
         """Stage files in the background, in this order; as many as fit into the budget are of use."""
         for name in names:
-            if name not in self._awaited and not self._path(name).exists():
+            if name in self._shards and name not in self._awaited and not self._path(name).exists():
                 self._awaited.add(name)
                 self._background.submit(self._fetch_quietly, name)
 
@@ -176,10 +176,11 @@ class Staging:
             yield
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{self._prefix}-{name}"
+        """By its content: a cache that is made again has files of the same names, and other states in them."""
+        return self._folder / f"{self._prefix}-{self._shards[name].sha256[:16]}-{name}"
 
     def _temporary(self, name: str) -> Path:
-        return self._folder / f".{self._prefix}-{name}.tmp"
+        return self._folder / f".{self._path(name).name}.tmp"
 
 
 def forget(uri: str, folder: Path) -> None:
