@@ -105,6 +105,8 @@ class HiddenStateCache(Manifest):
     states_format: str = "bf16"
     splits: tuple[str, ...] = ("train", "validation", "gate")
     """Whose rows it holds: a streamed run caches the held-out ones alone."""
+    responses: str = ""
+    """Content id of the responses: they may be removed, and made anew under the same derivation id."""
     storage: str | None = None
     """Where the states files are (an object storage URI), if not beside the manifest."""
     capture_check: dict[str, float] = {}

@@ -17,7 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import stages, twins
-from pipeline.artifacts import HiddenStateCache, ResponseSet, Shard, artifact_dir, derivation_id, package_versions
+from pipeline.artifacts import (
+    MANIFEST,
+    HiddenStateCache,
+    ResponseSet,
+    Shard,
+    artifact_dir,
+    derivation_id,
+    find,
+    package_versions,
+)
 from pipeline.cache_parts import CachePlan
 from pipeline.config import Config
 from pipeline.disk import Estimate, estimate, make_room
@@ -74,6 +83,8 @@ def run(
         made_with = responses.manifest.fingerprint.model_copy(update={"target_layer_ids": layer_ids})
         made_with.require_same(fingerprint, where=str(responses.folder))
 
+    _forget_other_replies(place(config, responses.id, layer_ids, splits=splits).folder, responses)
+
     def build(folder: Path, derivation: str) -> HiddenStateCache:
         plan = _plan(config, folder, derivation, layer_ids)
         work = CaptureWork(plan, responses.folder, responses.manifest.shards, tuple(splits))
@@ -92,6 +103,7 @@ def run(
             num_states=counts.get("states", 0),
             states_format=config.capture.states_format,
             splits=tuple(splits),
+            responses=responses.manifest.content_id,
             storage=plan.storage,
             capture_check=worst([part.check for part in parts]),
         )
@@ -105,6 +117,14 @@ def run(
         meaning=_meaning(config, layer_ids, splits),
         build=build,
     )
+
+
+def _forget_other_replies(folder: Path, responses: Artifact[ResponseSet]) -> None:
+    """A cache is complete no more when its responses were removed and made anew: its parts are looked at again."""
+    found = find(folder, HiddenStateCache)
+    if found is not None and found.responses not in ("", responses.manifest.content_id):
+        with stages.exclusive(folder, STAGE):
+            (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def expected(config: Config, plan: CachePlan, *, num_rows: int, num_tokens: int, is_bound: bool = False) -> Estimate:

@@ -1,6 +1,7 @@
 """Regeneration: exact ids by row id, one bad row rejected alone, parts that no crash takes back, states in the pass."""
 
 import json
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -363,6 +364,26 @@ def test_states_of_replies_that_were_removed_are_made_anew_with_them(model, tmp_
     later = scripted(model)
     assert {tuple(row["ids"][-4:]) for row in states_of(run_capture(model, tmp_path, again, later))} == {(8, 8, 8, 1)}
     assert later.requests == [] and cache.folder.exists()
+
+
+def test_a_complete_cache_is_made_again_with_replies_that_were_made_anew_outside_of_the_pass(model, tmp_path):
+    rows = [prompt(n) for n in range(4)]
+    artifact = run(model, tmp_path, rows, scripted(model), layers=LAYERS)
+    cache = run_capture(model, tmp_path, artifact, scripted(model))
+    shutil.rmtree(artifact.folder)
+
+    def other(request):
+        return answer(request) if request.row_id == "row-0" else Reply(request.row_id, (8, 8, 8, 1), "stop")
+
+    again = run(model, tmp_path, rows, scripted(model, other))
+    found = run_capture(model, tmp_path, again, later := scripted(model))
+    assert (again.id, found.id) == (artifact.id, cache.id)
+    assert {row["row_id"]: tuple(row["ids"][10:]) for row in states_of(found)} == {
+        row_id: tuple(row["response_ids"]) for row_id, row in rows_of(again).items()
+    }
+    assert set(later.asked(CaptureRequest)) == {f"row-{n}" for n in range(4)}
+    run_capture(model, tmp_path, again, finds := scripted(model))
+    assert finds.requests == []
 
 
 def test_a_pass_whose_states_are_all_bad_stops_while_it_runs(model, tmp_path):
