@@ -83,7 +83,7 @@ class RegenerateConfig(Frozen):
     max_reject_share: float = Field(0.1, ge=0, le=1)
     reuse: Literal["never", "exact"] = "never"
     """exact: a train row whose served reply is on record by its exact ids, by this very target and with the row's own
-    sampling, is not answered again. Validation and gate rows always are."""
+    sampling, is not answered again. Validation and gate rows always are. Needs collect.served_models."""
     speculate: Literal["never", "champion"] = "never"
     """champion: the drafter that serves drafts here too; replies then carry accepted drafts a step. Pays on a GPU that
     is not full."""
@@ -295,6 +295,15 @@ class Config(Frozen):
     promote: PromoteConfig = PromoteConfig()
     serving: ServingConfig = ServingConfig()
 
+    @model_validator(mode="after")
+    def _reuse_tells_adapters_apart(self) -> Self:
+        if self.regenerate.reuse == "exact" and not self.collect.served_models:
+            raise ValueError(
+                'regenerate.reuse = "exact" needs collect.served_models: an adapter\'s replies are on record under the '
+                "fingerprint of its target, and only the name that was asked for tells the two apart"
+            )
+        return self
+
     @property
     def model_name(self) -> str:
         """The registered model: one per target and workload."""
@@ -328,9 +337,15 @@ def resolve(data: dict[str, Any], overrides: Sequence[str] = (), *, where: str, 
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']} (found {e['input']!r})" for e in error.errors()]
+        lines = [_unusable(".".join(map(str, e["loc"])), e["msg"], e["input"]) for e in error.errors()]
         raise ConfigError(f"{where}: {len(lines)} setting(s) cannot be used:\n" + "\n".join(lines))
     return _anchor_paths(config, base)
+
+
+def _unusable(key: str, what: str, found: Any) -> str:
+    told = f"{key}: {what}" if key else what
+    # Of settings that don't go together, a whole table was found.
+    return f"  {told}" if isinstance(found, dict) else f"  {told} (found {found!r})"
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -39,6 +39,8 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("workload=Has Spaces", ["workload", "Has Spaces"]),
         ("train.steps", ["expected table.key=value"]),
         ("root.a.b=1", ["root is a value, not a table"]),
+        ("capture.stream=true", ["capture: ", "needs max_bytes"]),
+        ("regenerate.reuse=exact", ["needs collect.served_models"]),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_what_was_expected(toml, override, words):

@@ -21,6 +21,7 @@ def config(*, max_model_len=72, block_size=8, **regenerate):
     return Config(
         target={"model": "m", "max_model_len": max_model_len},
         drafter={"block_size": block_size},
+        collect={"served_models": ["target"]},
         regenerate={"max_tokens": 16, **regenerate},
     )
 

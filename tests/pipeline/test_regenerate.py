@@ -44,6 +44,7 @@ def config_for(model, root, *, context=64, capture=None, **settings):
             "root": root,
             "target": {"model": model, "dtype": "float32", "max_model_len": context + BLOCK},
             "drafter": {"block_size": BLOCK},
+            "collect": {"served_models": ["target"]},
             "regenerate": {"rows_per_part": 2, "max_reject_share": 0.5, **settings},
             "capture": {"max_reject_share": 0.9, **(capture or {})},
         }

@@ -218,7 +218,12 @@ def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_ag
     config = Config(
         root=tmp_path,
         target={"model": fleet.target, "max_model_len": 512},
-        collect={"sources": (log.parent,), "redaction": "none", "max_reject_share": 1},
+        collect={
+            "sources": (log.parent,),
+            "redaction": "none",
+            "max_reject_share": 1,
+            "served_models": {line["model"] for line in lines},
+        },
         regenerate={"rendering_url": fleet.url, "reuse": "exact", "max_tokens": 9},
     )
     require_same_rendering(config, renderer, None)
