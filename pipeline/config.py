@@ -105,7 +105,8 @@ class CaptureConfig(Frozen):
     in_pass: bool = True
     """Keep the states while the target answers; False reads every reply once more afterwards."""
     states_format: Literal["bf16", "int8"] = "bf16"
-    """bf16: the engine's own bits. int8: 8-bit words with a scale for each group of channels, about half the bytes."""
+    """bf16: the engine's own bits. int8: 8-bit words with a scale for each group of channels, about half the bytes.
+    Walks are over these states as well, while serving has its own: the gate's comparison of the two has that in it."""
     shard_bytes: int = Field(256 << 20, gt=0)
     """A states file ends before it grows over this; a single row that is larger has one to itself."""
     check: Literal["auto", "reference", "head"] = "auto"
@@ -120,7 +121,8 @@ class CaptureConfig(Frozen):
     """Byte budget of all states under the root. Older caches are removed for a new one; a corpus that is larger than
     the budget can only be streamed."""
     ttl_hours: float | None = Field(None, gt=0)
-    """States older than this are removed; they can be made again from the ids."""
+    """States older than this are removed when the next capture begins, but for those that current.json names; they can
+    be made again from the ids."""
     stream: bool = False
     """Capture and train at the same time, the states as a queue of at most max_bytes between them, each row once."""
     storage: str | None = None

@@ -100,25 +100,28 @@ def make_room(config: Config, derivation: str, expected: Estimate) -> None:
     root.mkdir(parents=True, exist_ok=True)
     keep = {*current_names(root).values(), derivation}
     need = max(0, _local_bytes(config, expected) - _bytes_of(root / HiddenStateCache.kind / derivation))
-    removable = sum(_bytes_of(cache) for cache in _caches(root, keep) if (cache / MANIFEST).exists())
-    _require_room(config, expected, need, removable)  # nothing goes for a capture that cannot be
+    caches = _caches(root, keep)
+    interrupted = [cache for cache in caches if not (cache / MANIFEST).exists()]
+    removable = sum(_bytes_of(cache) for cache in caches if cache not in interrupted)
+    help_text = _help(expected, interrupted)
+    _require_room(config, expected, need, removable, help_text)  # nothing goes for a capture that cannot be
     sweep(root, max_bytes=limits[0], ttl_hours=limits[1], need=need, keep=keep)
-    _require_room(config, expected, need, 0)
+    _require_room(config, expected, need, 0, help_text)
 
 
-def _require_room(config: Config, expected: Estimate, need: int, removable: int) -> None:
+def _require_room(config: Config, expected: Estimate, need: int, removable: int, help_text: str) -> None:
     root, max_bytes = Path(config.root), config.capture.max_bytes
     free = max(0, shutil.disk_usage(root).free - RESERVE_BYTES + removable)
     if need > free:
         raise StageError(
             f"capture needs {_size(need)} for {expected}; {root} has {_size(free)} for it, older states removed. "
-            f"{_help(expected)}"
+            f"{help_text}"
         )
     kept = _bytes_of(root / HiddenStateCache.kind) - removable
     if max_bytes is not None and kept + need > max_bytes:
         raise StageError(
             f"capture needs {_size(need)} for {expected}; capture.max_bytes = {max_bytes} leaves "
-            f"{_size(max(0, max_bytes - kept))} beside the states that stay ({_size(kept)}). {_help(expected)}; or a "
+            f"{_size(max(0, max_bytes - kept))} beside the states that stay ({_size(kept)}). {help_text}; or a "
             "larger capture.max_bytes"
         )
 
@@ -183,7 +186,7 @@ def _local_bytes(config: Config, expected: Estimate) -> int:
     return int(expected.num_bytes * min(1.0, in_the_making / max(1, expected.num_rows)))
 
 
-def _help(expected: Estimate) -> str:
+def _help(expected: Estimate, interrupted: Iterable[Path]) -> str:
     helps = [
         f"capture.states_format = {form!r} ({_size(size)})".replace("'", '"')
         for form, size in expected.bytes_by_format.items()
@@ -193,6 +196,9 @@ def _help(expected: Estimate) -> str:
     helps.append("capture.storage = an object storage, more disk, or fewer prompts (collect.max_prompts)")
     if expected.is_bound:
         helps.append("a lower regenerate.max_tokens, since replies may be that long")
+        helps.append("capture.in_pass = false, which counts the replies before it makes room, for a second pass")
+    if left := [f"{cache} ({_size(_bytes_of(cache))})" for cache in interrupted]:
+        helps.append(f"removing what interrupted runs have left, if they are not to go on: {', '.join(left)}")
     return "What helps: " + "; ".join(helps)
 
 
