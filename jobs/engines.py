@@ -21,6 +21,7 @@ import ray
 import ray.data
 
 from jobs import engine_desk
+from jobs.resources import say_if_lacking
 from pipeline.config import Config
 from pipeline.engines import Engine, PartDone, Work
 from pipeline.errors import SlipstreamError, StageError
@@ -66,6 +67,7 @@ class EnginePool:
         if not parts:
             return
         logger.info("engines: starting %d for %s", num := min(self._num_engines, len(parts)), self._model.name)
+        say_if_lacking("engines", [self._gpus_per_engine] * num)
         desk = engine_desk.open_desk()
         rows = self._dataset(work, parts, desk, num).iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=0

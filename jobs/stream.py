@@ -10,6 +10,7 @@ to the trainer, each row once; drafter/stream.py says what such a run cannot do.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 from jobs import train
 from jobs.capture import layers_to_capture
 from jobs.engines import EnginePool
+from jobs.resources import say_if_lacking
 from jobs.session import job_main
 from pipeline import capture, stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
@@ -67,13 +69,19 @@ def train_on(
     """The drafter that was trained on the train rows as they were captured; ``states`` are those of the others."""
     from drafter import stream
 
+    def beside(folder: Path) -> AbstractContextManager[None]:
+        settings = config.regenerate
+        at_once = [*[settings.tensor_parallel_size] * settings.num_engines, *[1] * config.train.num_workers]
+        say_if_lacking("stream: engines and trainers", at_once)
+        return stream.fed(folder, config, states, start, responses, engines=engines)
+
     return train.run(
         config,
         states,
         start=start,
         role=role,
         responses=responses,
-        beside=lambda folder: stream.fed(folder, config, states, start, responses, engines=engines),
+        beside=beside,
     )
 
 
