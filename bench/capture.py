@@ -147,10 +147,10 @@ def states_files(setting: Setting) -> dict[str, Figure]:
 
 def eight_bit(setting: Setting) -> dict[str, Figure]:
     """Bytes of the 8-bit form against bf16, and accepted drafts a step of the same training on either."""
-    from bench.oracles.eight_bit import accepted_after_training, rewritten, states_bytes
+    from bench.oracles.eight_bit import rewritten, states_bytes, trained, walked
     from bench.oracles.one_engine import answer, engine_process, read
 
-    mails, steps = (48, 20) if setting.small else (150, 140)
+    mails, steps = (48, 20) if setting.small else (200, 160)
     training = {
         "steps": steps,
         "blocks_per_step": 128,
@@ -158,16 +158,23 @@ def eight_bit(setting: Setting) -> dict[str, Figure]:
         "learning_rate": 4e-3,
         "sampled_vocabulary": 2048 if setting.on != "toy" else None,
         "checkpoint_every": steps,
-        "walk_rows": 8,
+        "walk_rows": 16,
     }
     config = collected_config(setting, setting.workdir / "eight", mails, seed=50, train=training)
     with engine_process(setting.target, target_layer_ids=setting.layers, **setting.engine) as engine:
         responses, _, _ = engine(answer, config, collected(config), setting.layers)
         words, _ = engine(read, config, responses, setting.layers)
     codes = rewritten(config, words, "int8")
-    accepted = [accepted_after_training(config, states, seeds=SEEDS, measured_on=words) for states in (words, codes)]
+    start = trained(config, words, start=None, seed=SEEDS[-1] + 1)
+    # As the loop trains: from a champion, at a smaller rate than a cold start's.
+    config = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": 1e-3})})
+    accepted = [
+        [walked(config, trained(config, states, start=start, seed=seed), words) for seed in SEEDS]
+        for states in (words, codes)
+    ]
     ratios = [eight / full for full, eight in zip(*accepted, strict=True)]
     note = {"on": setting.on, "n": len(SEEDS), "bf16": accepted[0], "int8": accepted[1], "ratios": ratios}
+    note["start"] = walked(config, start, words)
     return {
         "eight_bit.bytes": at_most(states_bytes(codes) / states_bytes(words), 0.53, on=setting.on),
         "eight_bit.accepted_change": at_most(abs(sum(accepted[1]) / sum(accepted[0]) - 1), 0.02, **note),

@@ -1,6 +1,5 @@
 """The 8-bit form against bf16: its bytes, and what the same training makes of the same states in either form."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ from drafter.frozen import read_frozen
 from drafter.train import run
 from drafter.walk import walk
 from pipeline import stages
-from pipeline.artifacts import HiddenStateCache
+from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache
 from pipeline.config import Config
 from pipeline.schemas import CACHE
 from pipeline.shards import PartWriter, write_table
@@ -53,21 +52,18 @@ def states_bytes(cache: Artifact[HiddenStateCache]) -> int:
     return sum(shard.bytes for shard in cache.manifest.shards if shard.path.endswith(".arrow"))
 
 
-def accepted_after_training(
-    config: Config, states: Artifact[HiddenStateCache], *, seeds: Sequence[int], measured_on: Artifact[HiddenStateCache]
-) -> list[float]:
-    """Accepted drafts a step of cold-started drafters trained on these states, one a seed.
+def trained(
+    config: Config, states: Artifact[HiddenStateCache], *, start: Artifact[DrafterCheckpoint] | None, seed: int
+) -> Artifact[DrafterCheckpoint]:
+    """A drafter trained on these states; the seed decides the order of the rows and the anchors."""
+    settings = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
+    return run(settings, states, start=start, role="challenger")
 
-    All are walked over the gate rows of one cache: the forms differ in training alone.
-    """
-    frozen, gate, found = read_frozen(config.target.model), read_rows(measured_on, "gate"), []
-    for seed in seeds:
-        settings = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
-        checkpoint = run(settings, states, start=None, role="challenger")
-        drafter, _ = load_drafter(checkpoint.folder)
-        counts, _ = walk(drafter, frozen, gate)
-        found.append(counts.num_accepted_tokens / counts.num_drafts)
-    return found
+
+def walked(config: Config, drafter: Artifact[DrafterCheckpoint], states: Artifact[HiddenStateCache]) -> float:
+    """Accepted drafts a step over the gate rows of a cache; of the same one for all, the forms differ in training."""
+    counts, _ = walk(load_drafter(drafter.folder)[0], read_frozen(config.target.model), read_rows(states, "gate"))
+    return counts.num_accepted_tokens / counts.num_drafts
 
 
 def _num_layers(cache: Artifact[HiddenStateCache]) -> int:
