@@ -22,6 +22,7 @@ from pipeline.artifacts import (
     HiddenStateCache,
     ResponseSet,
     Shard,
+    TargetFingerprint,
     artifact_dir,
     derivation_id,
     find,
@@ -59,7 +60,8 @@ class Place:
 def place(config: Config, responses: str, target_layer_ids: Sequence[int], *, splits: Sequence[str] = SPLITS) -> Place:
     """The cache of the responses of this derivation id. Raises: ConfigError on layers that are not in rising order."""
     layer_ids = _rising(target_layer_ids)
-    derivation = derivation_id(STAGE, VERSION, {"responses": responses}, _meaning(config, layer_ids, splits))
+    target = target_fingerprint(config.target.model, dtype=config.target.dtype, target_layer_ids=layer_ids)
+    derivation = derivation_id(STAGE, VERSION, {"responses": responses}, _meaning(config, target, splits))
     folder = artifact_dir(config.root, HiddenStateCache, derivation)
     return Place(folder, derivation, _plan(config, folder, derivation, layer_ids))
 
@@ -83,7 +85,9 @@ def run(
         made_with = responses.manifest.fingerprint.model_copy(update={"target_layer_ids": layer_ids})
         made_with.require_same(fingerprint, where=str(responses.folder))
 
-    _forget_other_replies(place(config, responses.id, layer_ids, splits=splits).folder, responses)
+    parents, meaning = {"responses": responses.id}, _meaning(config, fingerprint, splits)
+    derivation = derivation_id(STAGE, VERSION, parents, meaning)
+    _forget_other_replies(artifact_dir(config.root, HiddenStateCache, derivation), responses)
 
     def build(folder: Path, derivation: str) -> HiddenStateCache:
         plan = _plan(config, folder, derivation, layer_ids)
@@ -92,7 +96,7 @@ def run(
         parts = [read_part(part_path(folder, index)) for index in range(work.num_parts)]
         return HiddenStateCache(
             derivation_id=derivation,
-            parents={"responses": responses.id},
+            parents=parents,
             fingerprint=fingerprint,
             shards=shards,
             config=config.capture.model_dump(mode="json"),
@@ -113,8 +117,8 @@ def run(
         HiddenStateCache,
         stage=STAGE,
         version=VERSION,
-        parents={"responses": responses.id},
-        meaning=_meaning(config, layer_ids, splits),
+        parents=parents,
+        meaning=meaning,
         build=build,
     )
 
@@ -230,8 +234,7 @@ def _plan(config: Config, folder: Path, derivation: str, layer_ids: tuple[int, .
     return CachePlan(folder, layer_ids, config.capture, storage)
 
 
-def _meaning(config: Config, layer_ids: tuple[int, ...], splits: Sequence[str]) -> dict[str, Any]:
-    target = target_fingerprint(config.target.model, dtype=config.target.dtype, target_layer_ids=layer_ids)
+def _meaning(config: Config, target: TargetFingerprint, splits: Sequence[str]) -> dict[str, Any]:
     return {
         "target": target.model_dump(),
         "states_format": config.capture.states_format,

@@ -175,7 +175,10 @@ def read_tables(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> pa.
         except (OSError, pa.ArrowInvalid) as error:
             raise SchemaError(f"{path}: not a whole Parquet file ({error}); remove {folder} and run the stage again")
         if table.schema.names != schema.names:
-            raise SchemaError(f"{path}: columns {table.schema.names}, expected {schema.names}")
+            raise SchemaError(
+                f"{path}: columns {table.schema.names}, expected {schema.names}; another Slipstream made it: run "
+                "the stage again"
+            )
         tables.append(table.cast(schema))
     return pa.concat_tables(tables) if tables else schema.empty_table()
 
