@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, SchemaError, StageError
 from pipeline.schemas import STATES_FORMATS, bytes_per_state
 from pipeline.stages import current_names, exclusive
 from pipeline.staging import STAGED, forget
-from pipeline.storage import remove_stored
+from pipeline.storage import remove_stored, require_writable, storage_of
 
 logger = logging.getLogger("slipstream")
 
@@ -93,7 +93,8 @@ def make_room(config: Config, derivation: str, expected: Estimate) -> None:
     folder counts. States that are moved to ``capture.storage`` need room for the parts in the making alone. Older
     caches are removed as ``capture.max_bytes``, ``capture.ttl_hours`` and the free disk ask for.
 
-    Raises: StageError when there is not enough room all the same: what is needed, what is free, and what helps.
+    Raises: StageError when there is not enough room all the same: what is needed, what is free, and what helps; or when
+    that storage cannot be written.
     """
     logger.info("capture: %s", expected)
     root, limits = Path(config.root), (config.capture.max_bytes, config.capture.ttl_hours)
@@ -107,6 +108,8 @@ def make_room(config: Config, derivation: str, expected: Estimate) -> None:
     _require_room(config, expected, need, removable, help_text)  # nothing goes for a capture that cannot be
     sweep(root, max_bytes=limits[0], ttl_hours=limits[1], need=need, keep=keep)
     _require_room(config, expected, need, 0, help_text)
+    if config.capture.storage is not None and need:
+        require_writable(storage_of(config.capture.storage, derivation))
 
 
 def _require_room(config: Config, expected: Estimate, need: int, removable: int, help_text: str) -> None:

@@ -7,6 +7,8 @@ the environment), ``gs://``, ``file:///folder``. Nothing is believed: an upload 
 import hashlib
 import logging
 import os
+import secrets
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,21 @@ class Storage:
 
     def _key(self, shard: Shard) -> str:
         return f"{self._folder}/{shard.path}"
+
+
+def require_writable(uri: str) -> None:
+    """Write, read back and remove a small object: before an engine starts, not after its first part.
+
+    Raises: ConfigError, StageError with what the storage says.
+    """
+    body = b"slipstream"
+    name = f"probe-{secrets.token_hex(4)}"
+    shard = Shard(path=name, rows=0, bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+    storage = Storage(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / name).write_bytes(body)
+        tried(f"{storage.uri}/{name}: upload", lambda: _store(storage, path.parent, shard))
+    storage.remove(shard)
 
 
 def storage_of(uri: str, derivation: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from pipeline import cache_parts, capture, stages
+from pipeline import cache_parts, capture, stages, storage
 from pipeline.artifacts import ResponseSet, verify
 from pipeline.config import Config
 from pipeline.engines import CaptureRequest
@@ -369,6 +369,15 @@ def test_states_go_to_storage_part_by_part_and_what_a_kill_left_follows(tmp_path
     assert names == {path.name for path in (tmp_path / "bucket" / "states" / artifact.id).iterdir()} and len(names) == 3
     words = StatesFile(tmp_path / "bucket" / "states" / artifact.id / cached_rows(artifact)[0]["states_file"]).words(0)
     assert words.tobytes() == random_words("", cached_rows(artifact)[0]["ids"]).tobytes()
+
+
+@pytest.mark.parametrize("uri", ["nowhere", "file:///proc/slipstream"])
+def test_storage_that_cannot_be_written_stops_before_an_engine_begins(tmp_path, monkeypatch, uri):
+    monkeypatch.setattr(storage, "RETRY_WAIT_S", 0.0)
+    config, engines = config_for(tmp_path, storage=uri), ScriptedEngines(states=random_words, check=SOUND)
+    with pytest.raises((ConfigError, StageError), match=uri):
+        capture.run(config, response_set(config, [response(1)]), engines=engines, target_layer_ids=LAYERS)
+    assert engines.checked == []
 
 
 @pytest.mark.parametrize("later", ["other", None])
