@@ -192,7 +192,7 @@ def killed(setting: Setting) -> dict[str, Figure]:
     found = killed_runs(
         folder, target=setting.target, layers=setting.layers, mails=config.collect.sources[0], kills=kills, seed=seed
     )
-    note = {"on": setting.on, "n": found["kills"], "rounds": found["rounds"], "seed": seed}
+    note = {"on": setting.on, "n": found["kills"], "amid_parts": found["amid"], "rounds": found["rounds"], "seed": seed}
     return {f"killed.{name}": at_most(found[name], 0, **note) for name in ("missing", "twice", "touched", "other_ids")}
 
 

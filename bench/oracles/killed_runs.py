@@ -27,15 +27,16 @@ def killed_runs(
 ) -> dict[str, int]:
     """What ``kills`` kills did, over as many whole rounds as it takes: rows missing and twice, finished files touched,
     and rounds that ended under other derivation ids than a run that nobody killed."""
-    moments, found = random.Random(seed), Counter(kills=0, rounds=0, missing=0, twice=0, touched=0, other_ids=0)
+    moments, found = random.Random(seed), Counter(kills=0, amid=0, rounds=0, missing=0, twice=0, touched=0, other_ids=0)
     config = _configuration(folder, target, layers, mails)
     _job("collect", config).wait()
     base = folder / "base"
     (folder / "root").rename(base)
     shutil.copytree(base, folder / "root")
     started = time.monotonic()
-    _finish(config)
-    longest = (time.monotonic() - started) / len(JOBS)
+    _finish("regenerate", config)
+    longest = time.monotonic() - started
+    _finish("capture", config)
     expected, derivations = _contents(folder / "root"), _derivations(folder / "root")
     while found["kills"] < kills:
         shutil.rmtree(folder / "root")
@@ -52,9 +53,9 @@ def killed_runs(
 
 
 def _round(config: Path, root: Path, moments: random.Random, *, longest: float, kills: int) -> dict[str, int]:
-    """Run the jobs to their end, killed on the way; the kills, and committed files that a later try changed."""
+    """Run the jobs to their end, killed on the way; the kills, those amid the parts, and files changed afterwards."""
     kept: Files = {}
-    done, touched = 0, set()
+    done, amid, touched = 0, 0, set()
     for job in JOBS:
         while True:
             process, moment = _job(job, config), moments.uniform(0, longest) if done < kills else None
@@ -68,10 +69,11 @@ def _round(config: Path, root: Path, moments: random.Random, *, longest: float, 
             time.sleep(1)  # what was its child notices
             now = _committed(root)
             touched |= {path for path, file in kept.items() if now.get(path) != file}
+            amid += process.returncode != 0 and len(now) > len(kept)
             kept |= now
             if process.returncode == 0:
                 break
-    return {"kills": done, "touched": len(touched)}
+    return {"kills": done, "amid": amid, "touched": len(touched)}
 
 
 def _job(name: str, config: Path) -> subprocess.Popen:
@@ -81,10 +83,9 @@ def _job(name: str, config: Path) -> subprocess.Popen:
         )
 
 
-def _finish(config: Path) -> None:
-    for name in JOBS:
-        if _job(name, config).wait() != 0:
-            raise RuntimeError(f"{name} failed: {(config.parent / 'jobs.log').read_text()[-2000:]}")
+def _finish(name: str, config: Path) -> None:
+    if _job(name, config).wait() != 0:
+        raise RuntimeError(f"{name} failed: {(config.parent / 'jobs.log').read_text()[-2000:]}")
 
 
 def _configuration(folder: Path, target: Path, layers: Sequence[int], mails: Path) -> Path:
