@@ -29,7 +29,7 @@ from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, rep
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, artifact_dir
 from pipeline.cache_parts import CachePlan
 from pipeline.config import Config
-from pipeline.disk import RESERVE_BYTES, estimate, sweep
+from pipeline.disk import QUEUE, RESERVE_BYTES, estimate, sweep
 from pipeline.engines import Engines
 from pipeline.errors import StageError
 from pipeline.follow import Limit
@@ -229,4 +229,4 @@ def _digests(folder: Path, index: int) -> Iterator[tuple[str, str, int]]:
 
 
 def _queues(config: Config) -> Path:
-    return config.root / "queue"
+    return config.root / QUEUE

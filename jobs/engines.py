@@ -56,6 +56,7 @@ class EnginePool:
             max_num_seqs=settings.max_num_seqs,
             tensor_parallel_size=settings.tensor_parallel_size,
             num_threads=max(1, len(os.sched_getaffinity(0)) // settings.num_engines),
+            **settings.engine_args,
         )
 
     def run(self, work: Work, parts: Sequence[int]) -> Generator[PartDone, None, None]:

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
+
+# What an engine of ours is always given; the settings of [target] and [regenerate] say with which values.
+_OWN_ENGINE_ARGS = {
+    "model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size",
+    "speculative_config", "worker_cls", "additional_config", "kv_cache_memory_bytes", "per_request_spec_decode_metrics",
+}  # fmt: skip
 
 
 class TargetConfig(Frozen):
@@ -97,6 +103,16 @@ class RegenerateConfig(Frozen):
     """Requests that a replica answers at a time."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of a CPU engine."""
+    engine_args: dict[str, Any] = {}
+    """Further vLLM engine arguments of a replica by their own names, such as gpu_memory_utilization, quantization, or
+    enforce_eager = false for CUDA graphs (eager is what capture has been run with)."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leaves_ours(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_OWN_ENGINE_ARGS & engine_args.keys()):
+            raise ValueError(f"{', '.join(taken)}: set by Slipstream, from its own settings")
+        return engine_args
 
 
 class CaptureConfig(Frozen):

@@ -27,6 +27,8 @@ logger = logging.getLogger("slipstream")
 ROW_BYTES = 1024
 """A row's share of what is no state: its record batch's frame, its ids and names in the table."""
 REMOVED = ".removed-"
+QUEUE = "queue"
+"""Under a root: the states that a streamed run has on their way."""
 RESERVE_BYTES = 256 << 20
 """Left free on the disk in any case: other things write there too."""
 
@@ -121,6 +123,8 @@ def _require_room(config: Config, expected: Estimate, need: int, removable: int,
             f"{help_text}"
         )
     kept = _bytes_of(root / HiddenStateCache.kind) - removable
+    if not config.capture.stream:  # a stream's own queue is measured by what the caches leave
+        kept += _bytes_of(root / QUEUE)
     if max_bytes is not None and kept + need > max_bytes:
         raise StageError(
             f"capture needs {_size(need)} for {expected}; capture.max_bytes = {max_bytes} leaves "

@@ -6,9 +6,10 @@ rejected. With ``capture.in_pass`` the states of the replies are kept in the sam
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from pipeline import capture, stages
 from pipeline.answering import AnswerWork
@@ -26,6 +27,10 @@ from pipeline.shards import PartWriter
 from pipeline.stages import Artifact
 
 STAGE, VERSION = "regenerate", 3
+_EXECUTION_ARGS = {
+    "enforce_eager", "gpu_memory_utilization", "max_num_batched_tokens", "enable_chunked_prefill", "compilation_config",
+    "async_scheduling", "disable_custom_all_reduce", "distributed_executor_backend", "cpu_offload_gb",
+}  # fmt: skip
 
 logger = logging.getLogger("slipstream")
 
@@ -72,9 +77,15 @@ def run(
             "target": fingerprint.model_dump(),
             "usable_context": usable_context(config),
             **settings.model_dump(include={"max_tokens", "temperature", "seed", "rows_per_part", "reuse"}),
+            **({"engine_args": telling} if (telling := _telling(settings.engine_args)) else {}),
         },
         build=build,
     )
+
+
+def _telling(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments that may change what the target says, such as its quantization."""
+    return {name: value for name, value in engine_args.items() if name not in _EXECUTION_ARGS}
 
 
 def _build(

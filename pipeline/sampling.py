@@ -30,6 +30,7 @@ _UNSUPPORTED = (
     "use_beam_search",
     "repetition_detection",
     "thinking_token_budget",
+    "vllm_xargs",
     "truncate_prompt_tokens",
     "documents",
     "chat_template",

@@ -40,7 +40,7 @@ PARAMS = (
     "logit_bias", "bad_words", "allowed_token_ids", "best_of", "use_beam_search", "repetition_detection",
     "thinking_token_budget", "response_format", "structured_outputs", "tool_choice", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "chat_template", "documents", "reasoning_effort", "echo",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "vllm_xargs",
 )  # fmt: skip
 
 

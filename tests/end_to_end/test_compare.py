@@ -57,7 +57,7 @@ def page_of(text):
 
 def test_the_better_drafter_is_promoted_over_the_cold_one_and_the_page_says_so(folders, capsys):
     text = compared(folders, capsys, "cold", "good")
-    assert text.startswith("promote: good in place of cold")
+    assert text.startswith("promote: good in place of cold"), text
     page, decision, report_id = page_of(text)
     assert decision["decision"] == "promote" and decision["ci_low"] > 1
     assert "good" in page and "cold" in page

@@ -265,7 +265,7 @@ def test_a_failed_check_stops_before_anything_is_captured(tmp_path, change, mess
 def test_the_check_is_of_the_first_row_and_on_the_manifest(tmp_path):
     artifact, engines = run(tmp_path, [response(n) for n in range(4)])
     assert engines.checked == [[0, 7, 8, 10, 11, 12]]
-    assert artifact.manifest.capture_check == SOUND | {"sampled_error": 0.0}
+    assert artifact.manifest.capture_check == SOUND | {"sampled_error": 0.0, "sampled_largest_error": 0.0}
 
 
 def test_one_row_of_every_so_many_parts_is_read_again_alone(tmp_path):
@@ -283,7 +283,7 @@ def test_a_row_that_is_another_when_read_alone_stops_the_stage_and_its_part_is_n
     def other_when_alone(row_id, ids):
         words = random_words(row_id, ids)
         if row_id in seen:
-            words[3] = random_words("", (*ids, 1))[3]  # one position of six is not its own
+            words = random_words("", (*ids, 1))[:-1]
         seen.add(row_id)
         return words
 
@@ -291,6 +291,22 @@ def test_a_row_that_is_another_when_read_alone_stops_the_stage_and_its_part_is_n
         run(tmp_path, [response(n) for n in range(4)], other_when_alone)
     (folder,) = [path for path in (tmp_path / "states").iterdir() if path.is_dir()]
     assert not list(folder.glob("part-*.json"))
+
+
+def test_a_row_that_differs_at_a_few_positions_when_read_alone_is_kept_out_with_their_number(tmp_path):
+    seen = set()
+
+    def other_at_one_position(row_id, ids):
+        words = random_words(row_id, ids)
+        if row_id in seen:
+            words[3] = random_words("", (*ids, 1))[3]  # one position of six is not its own
+        seen.add(row_id)
+        return words
+
+    artifact, _ = run(tmp_path, [response(n) for n in range(4)], other_at_one_position, check_every=2)
+    assert artifact.manifest.rejects == {"differs_when_read_alone": 1} and len(cached_rows(artifact)) == 3
+    (reject,) = [json.loads(line) for line in (artifact.folder / "rejects.jsonl").read_text().splitlines()]
+    assert reject["positions"] == 1 and artifact.manifest.capture_check["sampled_largest_error"] > 0.1
 
 
 def test_layers_out_of_order_and_another_targets_responses_are_refused(tmp_path):
@@ -369,6 +385,21 @@ def test_states_go_to_storage_part_by_part_and_what_a_kill_left_follows(tmp_path
     assert names == {path.name for path in (tmp_path / "bucket" / "states" / artifact.id).iterdir()} and len(names) == 3
     words = StatesFile(tmp_path / "bucket" / "states" / artifact.id / cached_rows(artifact)[0]["states_file"]).words(0)
     assert words.tobytes() == random_words("", cached_rows(artifact)[0]["ids"]).tobytes()
+
+
+def test_storage_that_fails_amid_a_run_leaves_the_part_here_and_the_end_tries_again(tmp_path, monkeypatch):
+    moved, tries = cache_parts.move_part, []
+
+    def fails_once(*arguments):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise StageError("upload failed 4 times, at last with: slow down")
+        return moved(*arguments)
+
+    monkeypatch.setattr(cache_parts, "move_part", fails_once)
+    artifact, engines = run(tmp_path, [response(n) for n in range(6)], storage=(tmp_path / "bucket").as_uri())
+    assert len(engines.asked(CaptureRequest)) == 6 + 1 and not list(artifact.folder.glob("*.arrow"))
+    assert len(list((tmp_path / "bucket" / "states" / artifact.id).iterdir())) == 3
 
 
 @pytest.mark.parametrize("uri", ["nowhere", "file:///proc/slipstream"])

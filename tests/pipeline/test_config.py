@@ -40,6 +40,7 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("train.steps", ["expected table.key=value"]),
         ("root.a.b=1", ["root is a value, not a table"]),
         ("capture.stream=true", ["capture: ", "needs max_bytes"]),
+        ('regenerate.engine_args={dtype="half"}', ["dtype: set by Slipstream"]),
         ("regenerate.reuse=exact", ["needs collect.served_models"]),
     ],
 )

@@ -151,6 +151,17 @@ def test_a_byte_budget_holds_for_all_states_together(tmp_path):
     assert names(tmp_path) == ["c"]
 
 
+def test_what_a_stream_has_on_its_way_counts_for_other_runs(tmp_path):
+    queued = tmp_path / "queue" / "run" / "states-00000-00.arrow"
+    queued.parent.mkdir(parents=True)
+    queued.write_bytes(bytes(900_000))
+    config = config_for(tmp_path, max_bytes=1_500_000)
+    with pytest.raises(StageError, match=r"max_bytes = 1500000 leaves 600\.0 kB beside the states that stay"):
+        make_room(config, "new", one_megabyte(config))
+    queued.unlink()
+    make_room(config, "new", one_megabyte(config))
+
+
 def test_what_an_interrupted_try_left_counts_for_it(tmp_path):
     folder = cache(tmp_path, "new", complete=False, num_rows=50)
     there = bytes_of(folder)

@@ -79,6 +79,7 @@ def test_a_malformed_setting_is_refused_by_its_name(params):
         {"add_generation_prompt": False},
         {"continue_final_message": True},
         {"truncate_prompt_tokens": 100},
+        {"vllm_xargs": {"processor": "own"}},
         {"response_format": {"type": "structural_tag"}},
     ],
 )
