@@ -64,7 +64,9 @@ def run(
     if start is not None and start.manifest.fingerprint and states.manifest.fingerprint:
         start.manifest.fingerprint.require_same(states.manifest.fingerprint, where=f"{start.folder}, {states.folder}")
     parents = {"states": states.id, **({"start": start.id} if start else {})}
-    meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role}
+    # Replies that were removed and made anew under the same id are others to learn from.
+    replies = responses.manifest.content_id if responses else states.manifest.responses
+    meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role, "replies": replies}
     if start is None:
         meaning["drafter"] = config.drafter.model_dump(mode="json")
     stream = {}
@@ -83,8 +85,7 @@ def run(
             parents=parents,
             fingerprint=states.manifest.fingerprint,
             shards=tuple(describe_file(folder / name) for name in (CONFIG, WEIGHTS)),
-            config=config.train.model_dump(mode="json")
-            | {name: meaning[name] for name in ("stream",) if name in meaning},
+            config=config.train.model_dump(mode="json") | stream,
             versions=package_versions(),
             role=role,
             **trained,

@@ -100,7 +100,8 @@ class RegenerateConfig(Frozen):
     tensor_parallel_size: int = Field(1, gt=0)
     """GPUs that share one replica."""
     max_num_seqs: int = Field(96, gt=0)
-    """Requests that a replica answers at a time."""
+    """Requests that a replica answers at a time. Their states wait in memory until each is done: so many times the
+    context, times the bytes of a token's states."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of a CPU engine."""
     engine_args: dict[str, Any] = {}

@@ -93,6 +93,17 @@ def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends
     require_same(run(site), straight)
 
 
+def test_states_of_replies_that_were_made_anew_under_the_same_id_are_learned_from_anew(site):
+    config, cache = toys.config(site, steps=2, checkpoint_every=2), states(site)
+
+    def trained(replies):
+        manifest = cache.manifest.model_copy(update={"responses": replies})
+        return train.run(config, Artifact(cache.folder, manifest), start=None, role="champion")
+
+    first = trained("content a")
+    assert trained("content a").id == first.id != trained("content b").id
+
+
 def require_same(resumed, straight):
     """Weight for weight, and all that was measured on the way."""
     for name in ("model.safetensors", "config.json"):
