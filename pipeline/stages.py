@@ -124,7 +124,11 @@ def hold_for_reading(folder: Path) -> IO[str] | None:
         file = open(_lock_path(folder), "a")  # noqa: SIM115
     except OSError:
         return None
-    fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("%s: another process is building it; waiting until it is through", folder)
+        fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
 

@@ -1,10 +1,12 @@
 import fcntl
+import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pipeline.artifacts import PromptSet, artifact_dir, derivation_id
 from pipeline.errors import SchemaError, StageError
-from pipeline.stages import complete, current, open_artifact, set_current
+from pipeline.stages import complete, current, exclusive, hold_for_reading, open_artifact, set_current
 
 
 def stage(root, calls, *, version=1, parents=None, meaning=None, fail=False):
@@ -54,6 +56,18 @@ def test_two_processes_do_not_build_the_same_artifact_at_once(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(StageError, match="another process is building"):
             stage(tmp_path, [])
+
+
+def test_whoever_reads_what_another_process_builds_waits_and_says_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="slipstream")
+    with ThreadPoolExecutor(1) as reading:
+        with exclusive(tmp_path / "folder", "test"):
+            held = reading.submit(hold_for_reading, tmp_path / "folder")
+            with pytest.raises(TimeoutError):
+                held.result(timeout=0.2)
+        held.result(timeout=10).close()
+    assert f"{tmp_path / 'folder'}: another process is building it; waiting" in caplog.text
 
 
 def test_a_name_remembers_the_last_artifact_and_a_missing_one_names_those_there_are(tmp_path):
