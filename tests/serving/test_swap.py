@@ -33,6 +33,7 @@ def engine(tmp_path_factory):
         enforce_eager=True,
         disable_log_stats=False,
         skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 28,
         speculative_config={"method": "dflash", "model": str(first), "num_speculative_tokens": 3},
         worker_extension_cls="serving.engine.swap.DrafterSwap",
     )
