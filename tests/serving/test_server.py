@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,13 +192,23 @@ def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
     streamed = request | {"stream": True}
     replies = drive_sync(fleet.url, [request, streamed, other], concurrency=1, headers=[consent, consent, {}])
     assert all(reply.ok for reply in replies)
-    (log,) = (fleet.root / "traffic").glob("*.jsonl")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    _, lines = logged(fleet, "anna", count=2)
     assert len(lines) == 2, "the first test's load and the third request carried no consent"
     assert {line["subject"] for line in lines} == {"anna"}
     assert [line["response"]["text"] for line in lines] == [replies[0].text, replies[1].text]
     assert lines[0]["response"]["choices"][0]["token_ids"] == replies[0].token_ids
     assert lines[0]["drafter_version"] == "1"
+
+
+def logged(fleet, subject, *, count):
+    """The traffic log and its records, once there are so many of a subject's: a thread of the server's writes them."""
+    deadline = time.monotonic() + 30
+    while True:
+        (log,) = (fleet.root / "traffic").glob("*.jsonl")
+        lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if sum(line["subject"] == subject for line in lines) >= count or time.monotonic() > deadline:
+            return log, lines
+        time.sleep(0.05)
 
 
 def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_again(fleet, tmp_path):
@@ -208,8 +219,7 @@ def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_ag
     consent = {"X-Consent": "yes", "X-Subject": "ben"}
     replies = drive_sync(fleet.url, [whole, streamed, silent], concurrency=1, headers=consent)
     assert all(reply.ok for reply in replies), [reply.error for reply in replies]
-    (log,) = (fleet.root / "traffic").glob("*.jsonl")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log, lines = logged(fleet, "ben", count=3)
     found = [served_reply(line) for line in lines if line["subject"] == "ben"]
     assert found[0] == found[1] is not None and found[2] is None
     assert (list(found[0].ids), found[0].target) == (replies[0].token_ids, "f00d")
