@@ -1,17 +1,15 @@
 """The engine pool: real engines on Ray Data answer and capture; dead ones are replaced, hopeless parts given up."""
 
-import contextlib
 import json
 import os
-import signal
 import time
 from functools import partial
 
-import psutil
 import pyarrow as pa
 import pytest
 import torch
 
+from bench.oracles.killed_replica import KillsOne, engine_processes
 from jobs import capture, engines, regenerate
 from jobs.engines import EnginePool
 from jobs.session import ray_session
@@ -88,31 +86,6 @@ def responses(config, prompts):
     found = regenerate.run(two, prompts, engines=pool)
     assert pool.killed
     return found
-
-
-class KillsOne:
-    """A pool one of whose engines dies when the first part is done, in the middle of its next."""
-
-    def __init__(self, pool):
-        self._pool, self.killed = pool, []
-
-    def run(self, work, parts):
-        for done in self._pool.run(work, parts):
-            yield done
-            if not self.killed:
-                self.killed = engine_processes()[:1]
-                os.kill(self.killed[0], signal.SIGKILL)
-
-
-def engine_processes():
-    """The engines among the processes that this one has started, oldest first; other tests may run some as well."""
-    ours = psutil.Process().children(recursive=True)
-    found = []
-    for process in ours:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any("ray::" in word and "EngineActor" in word for word in process.cmdline()):
-                found.append(process.pid)
-    return sorted(found)
 
 
 def greedy(model, ids, num_tokens):
