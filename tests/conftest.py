@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 ENGINE = {
@@ -18,3 +20,12 @@ ENGINE = {
 }
 for name, value in ENGINE.items():
     os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="module")
+def restored_environment():
+    """An in-process engine sets variables that must not reach the servers of other tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

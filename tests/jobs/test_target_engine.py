@@ -1,7 +1,6 @@
 """The target's engine: one pass for replies and states, several callers at once, sampling, and a drafter that helps."""
 
 import json
-import os
 import threading
 
 import numpy as np
@@ -21,14 +20,7 @@ from pipeline.render import Renderer
 FAVOURITE = 433  # the target says it often, the drafter always proposes it
 EOS = '{"ignore_eos":true}'
 
-
-@pytest.fixture(scope="module", autouse=True)
-def restored_environment():
-    """An in-process engine sets variables that must not reach the servers of other tests."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("restored_environment")
 
 
 @pytest.fixture(scope="module")

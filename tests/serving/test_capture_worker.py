@@ -1,7 +1,5 @@
 """The capture worker in a real engine: the right layer, the right position, every position, and holes said aloud."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -20,14 +18,7 @@ from pipeline.quantize import as_float32
 LAYERS = (0, 2, 5)  # the first, one between, and the last: the one that a final norm must not touch
 KV_BLOCK = 32
 
-
-@pytest.fixture(scope="module", autouse=True)
-def restored_environment():
-    """An in-process engine sets variables that must not reach the servers of other tests."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("restored_environment")
 
 
 @pytest.fixture(scope="module")
