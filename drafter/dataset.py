@@ -33,6 +33,7 @@ class CachedRow:
     ids: Tensor  # int64 [n], prompt and reply
     num_prompt_tokens: int
     states: Tensor | DiskStates  # [n - 1, F], of positions 0..n-2
+    weight: int = 1  # how many served requests it stands for
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +96,7 @@ def _rows(folder: Path, shards: Sequence[Shard], files: StatesFolder, split: str
                 )
             states = DiskStates(files, row["states_file"], row["states_batch"], row["num_states"])
             ids = torch.from_numpy(values[start:end].astype(np.int64))
-            yield CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states)
+            yield CachedRow(row["row_id"], row["slice"], ids, row["num_prompt_tokens"], states, row["weight"])
 
 
 def shard_sizes(rows: Sequence[CachedRow]) -> list[int]:

@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self, shape: DrafterShape):
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        self.head_dim = shape.head_dim
+        self.head_dim, self._rope = shape.head_dim, shape.rope
         self.q_proj = nn.Linear(shape.hidden_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
@@ -45,15 +45,15 @@ class Attention(nn.Module):
         x: Tensor,  # [D, A, B, H]
         context: Tensor,  # [D, T, H]
         hidden_from_block: Tensor,  # [D, 1, A, 1, T], True where a context position is not before the anchor
-        rope: tuple[Tensor, Tensor],  # cos and sin of the slots' positions, [D, 1, A, B, E]
-        context_rope: tuple[Tensor, Tensor],  # of the context's, [1, T, E]
+        rope: tuple[Tensor, Tensor],  # cos and sin of the slots' positions, [D, 1, A, B, R/2]
+        context_rope: tuple[Tensor, Tensor],  # of the context's, [1, T, R/2]
     ) -> Tensor:  # [D, A, B, H]
         D, A, B, _ = x.shape
         T, N, G, E = context.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
-        q = _rotate(self.q_norm(self.q_proj(x).view(D, A, B, N, E)).permute(0, 3, 1, 2, 4), *rope)
-        k = _rotate(self.k_norm(self.k_proj(x).view(D, A, B, G, E)).permute(0, 3, 1, 2, 4), *rope)
+        q = self._rope.turn(self.q_norm(self.q_proj(x).view(D, A, B, N, E)).permute(0, 3, 1, 2, 4), *rope)
+        k = self._rope.turn(self.k_norm(self.k_proj(x).view(D, A, B, G, E)).permute(0, 3, 1, 2, 4), *rope)
         v = self.v_proj(x).view(D, A, B, G, E).permute(0, 3, 1, 2, 4)  # [D, G, A, B, E]
-        k_ctx = _rotate(self.k_norm(self.k_proj(context).view(D, T, G, E)).transpose(1, 2), *context_rope)
+        k_ctx = self._rope.turn(self.k_norm(self.k_proj(context).view(D, T, G, E)).transpose(1, 2), *context_rope)
         v_ctx = self.v_proj(context).view(D, T, G, E).transpose(1, 2)  # [D, G, T, E]
 
         # Heads that share keys are stacked along the queries, so that no key is copied.
@@ -121,20 +121,8 @@ class Drafter(nn.Module):
         slots = torch.arange(B, device=anchors.device)
         positions = torch.arange(T, device=anchors.device)
         hidden_from_block = (positions >= anchors[..., None])[:, None, :, None]  # [D, 1, A, 1, T]
-        rope = tuple(table[:, None] for table in self._rope(anchors[..., None] + slots, x.dtype))
-        context_rope = self._rope(positions[None], x.dtype)
+        rope = tuple(table[:, None] for table in self.shape.rope.cos_sin(anchors[..., None] + slots, x.dtype))
+        context_rope = self.shape.rope.cos_sin(positions[None], x.dtype)
         for layer in self.layers:
             x = layer(x, context, hidden_from_block, rope, context_rope)
         return self.norm(x[:, :, 1:])
-
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> 2 x [..., E]
-        E = self.shape.head_dim
-        exponent = torch.arange(0, E, 2, device=positions.device, dtype=torch.float64) / E
-        angles = positions[..., None].double() * self.shape.rope_theta**-exponent
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [..., E] -> [..., E]
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

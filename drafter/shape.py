@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafter.rope import Rope
 from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
 
@@ -28,6 +29,18 @@ _NEEDED = (
 )
 
 
+class LayerAttention(Frozen):
+    """What the slots of a block see in one layer.
+
+    A slot at position p sees a context state at j < anchor where p - j < window, and a slot of its own block at s
+    where s <= p (causal) or everywhere (not causal), within the window too; the rule is vLLM's.
+    """
+
+    window: int | None = None
+    """Positions that a slot sees, its own counted; None: all."""
+    is_causal: bool = False
+
+
 class DrafterShape(Frozen):
     """The numbers that a drafter is built from."""
 
@@ -39,13 +52,25 @@ class DrafterShape(Frozen):
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
     max_position_embeddings: int
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     target_hidden_size: int
+    rope: Rope
+    layers: tuple[LayerAttention, ...]
+    """One a layer."""
+    has_attention_bias: bool = False
+    """On q, k, v and o."""
+    has_attention_sinks: bool = False
+    """A learned logit a head that takes part in the softmax and has no value."""
+    value_scale: float | None = None
+    """What values are multiplied with."""
+    logit_scale: float = 1.0
+    """What the head's logits are multiplied with."""
+    has_mask_embedding: bool = False
+    """Its own embedding of the masked slots, instead of the target's of ``mask_token_id``."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -126,7 +151,8 @@ def cold_shape(
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         vocab_size=raw["vocab_size"],
         rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=_rope_theta(raw),
+        rope=Rope(theta=_rope_theta(raw), rotary_dim=raw.get("head_dim") or raw["hidden_size"] // heads),
+        layers=(LayerAttention(),) * num_layers,
         max_position_embeddings=raw["max_position_embeddings"],
         block_size=block_size,
         mask_token_id=mask_token_id,
@@ -153,7 +179,11 @@ def shape_of(config: dict[str, Any], *, where: str) -> DrafterShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=_rope_theta(config),
+        rope=Rope(
+            theta=_rope_theta(config),
+            rotary_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        ),
+        layers=(LayerAttention(),) * config["num_hidden_layers"],
         max_position_embeddings=config["max_position_embeddings"],
         block_size=config["block_size"],
         mask_token_id=dflash["mask_token_id"],
@@ -191,8 +221,8 @@ def config_of(shape: DrafterShape) -> dict[str, Any]:
         "num_key_value_heads": shape.num_key_value_heads,
         "num_target_layers": shape.num_target_layers,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta},
+        "rope_theta": shape.rope.theta,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "use_sliding_window": False,

@@ -163,6 +163,15 @@ class TrainConfig(Frozen):
     """Blocks (anchors) in one optimiser step."""
     anchors_per_row: int = Field(32, gt=0)
     """At most this many anchors of one reply in one pass over it."""
+    anchors: Literal["uniform", "on_policy"] = "uniform"
+    """uniform: every legal anchor is as likely. on_policy: as likely as the drafter's own walk is to visit it."""
+    uniform_share: float = Field(0.25, gt=0, le=1)
+    """Of on-policy anchors: the share that is drawn uniformly all the same."""
+    max_row_weight: int = Field(16, gt=0)
+    """A prompt that was served n times counts n times in the loss, at most so often; 1: every row counts once."""
+    replay_share: float = Field(0.1, ge=0, lt=1)
+    """Share of a step's rows that comes from earlier data, where there is some: the general states of
+    `slipstream init-drafter` and what --replay names. Against forgetting."""
     learning_rate: float = Field(2e-3, gt=0)
     """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -180,11 +189,34 @@ class TrainConfig(Frozen):
     """Steps between resumable checkpoints, which are also the walk measurements."""
     walk_rows: int = Field(48, gt=0)
     """Validation rows that a walk measurement uses."""
+    patience: int | None = Field(5, gt=0)
+    """Stop when so many measurements in a row did not raise the walk acceptance; None: never stop early."""
+    warm_start_tolerance: float = Field(0.03, gt=0)
+    """Step 0 of a warm start must come so near to the starting drafter's recorded walk on the same rows (relative, of
+    accepted drafts a step), or the run stops."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What matrices are multiplied in; weights and optimiser are float32. auto: bfloat16 where the hardware has it."""
+    tokens_per_pass: int = Field(16384, gt=0)
+    """Context tokens in one forward pass: a step that has more accumulates its gradient over several."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile the layers; pays on a GPU."""
     num_workers: int = Field(1, gt=0)
     """Ray Train workers."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Several workers: ddp keeps the whole drafter on each; fsdp (FSDP2) shards weights, gradients and optimiser."""
     control: bool = False
     """Also train a control: the champion on general prompts for the same budget. Is it the traffic, or just more
     training? Needs the general states of `slipstream init-drafter`."""
+
+
+class SweepConfig(Frozen):
+    """Short runs at several learning rates → the rate with the best walk acceptance on validation."""
+
+    learning_rates: tuple[float, ...] = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+    steps: int = Field(100, gt=0)
+    """Optimiser steps of each run, each on its own whole schedule."""
 
 
 class EvaluateConfig(Frozen):
@@ -308,6 +340,7 @@ class Config(Frozen):
     regenerate: RegenerateConfig = RegenerateConfig()
     capture: CaptureConfig = CaptureConfig()
     train: TrainConfig = TrainConfig()
+    sweep: SweepConfig = SweepConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     speed: SpeedConfig = SpeedConfig()
     gate: GateConfig = GateConfig()

@@ -4,6 +4,7 @@ import toys
 
 from bench.oracles.plain_reference import draft_hidden
 from drafter.dataset import collate
+from drafter.rope import Rope
 
 
 def ours(model, frozen, rows, anchors):
@@ -29,7 +30,7 @@ def plain(model, frozen, rows, anchors):
         {},
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1, "block_size": 2},
-        {"num_hidden_layers": 1, "block_size": 7, "rope_theta": 10000.0},
+        {"num_hidden_layers": 1, "block_size": 7, "rope": Rope(theta=10000.0, rotary_dim=6)},
     ],
     ids=["grouped keys", "a key a head", "one key", "one layer"],
 )

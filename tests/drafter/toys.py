@@ -14,7 +14,8 @@ from bench.oracles.plain_reference import Document, Numbers
 from drafter.dataset import CachedRow
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
-from drafter.shape import DrafterShape
+from drafter.rope import Rope
+from drafter.shape import DrafterShape, LayerAttention
 from pipeline.artifacts import HiddenStateCache, TargetFingerprint, commit, load
 from pipeline.config import Config
 from pipeline.schemas import CACHE
@@ -39,7 +40,7 @@ def shape(**changes) -> DrafterShape:
         "head_dim": 6,
         "vocab_size": VOCAB,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 100.0,
+        "rope": Rope(theta=100.0, rotary_dim=6),
         "max_position_embeddings": 256,
         "block_size": 4,
         "mask_token_id": MASK_TOKEN_ID,
@@ -47,7 +48,8 @@ def shape(**changes) -> DrafterShape:
         "num_target_layers": 6,
         "target_hidden_size": 10,
     }
-    return DrafterShape(**{**settings, **changes})
+    settings |= changes
+    return DrafterShape(**{"layers": (LayerAttention(),) * settings["num_hidden_layers"], **settings})
 
 
 def drafter(of: DrafterShape | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Drafter:
@@ -69,7 +71,7 @@ def numbers(of: DrafterShape) -> Numbers:
         num_kv_heads=of.num_key_value_heads,
         head_dim=of.head_dim,
         eps=of.rms_norm_eps,
-        rope_theta=of.rope_theta,
+        rope_theta=of.rope.theta,
     )
 
 
