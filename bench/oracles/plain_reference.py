@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.oracles.plain_rope import Rotation
+
 
 @dataclass(frozen=True)
 class Document:
@@ -32,7 +34,9 @@ class Numbers:
     num_kv_heads: int
     head_dim: int
     eps: float
-    rope_theta: float
+    rotation: Rotation
+    layers: Sequence[tuple[int | None, bool]]  # of each layer: the positions that a slot sees, and is it causal
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def draft_hidden(
 
     Source: DFlash, arXiv 2602.06036, section 3, and the released checkpoints' own modelling file.
     """
+    mask = weights["mask_embedding"] if "mask_embedding" in weights else embedding[mask_token_id]
     context, keys, queries, rows = [], [], [], []
     for d, document in enumerate(documents):
         for position, state in enumerate(document.states):
@@ -60,12 +65,11 @@ def draft_hidden(
             keys.append(_Place(d, None, position))
         for b, anchor in enumerate(document.anchors):
             for slot in range(numbers.block_size):
-                rows.append(embedding[document.ids[anchor] if slot == 0 else mask_token_id])
+                rows.append(embedding[document.ids[anchor]] if slot == 0 else mask)
                 queries.append(_Place(d, b, anchor + slot))
-    visible = dense_mask(queries, keys + queries, [document.anchors for document in documents])
     x = torch.stack(rows)
-    num_layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-    for i in range(num_layers):
+    for i, (window, is_causal) in enumerate(numbers.layers):
+        visible = dense_mask(queries, keys + queries, [d.anchors for d in documents], window, is_causal)
         layer = {n.removeprefix(f"layers.{i}."): w for n, w in weights.items() if n.startswith(f"layers.{i}.")}
         x = x + _attention(layer, numbers, x, torch.stack(context), queries, keys, visible)
         y = _norm(x, layer["post_attention_layernorm.weight"], numbers.eps)
@@ -77,17 +81,28 @@ def draft_hidden(
     return x[slots].view(-1, numbers.block_size - 1, x.shape[-1])
 
 
-def dense_mask(queries: Sequence[_Place], keys: Sequence[_Place], anchors: Sequence[Sequence[int]]) -> Tensor:
-    """Bool [Q, S]: a block sees itself both ways, and its own document's states strictly before its anchor."""
+def dense_mask(
+    queries: Sequence[_Place],
+    keys: Sequence[_Place],
+    anchors: Sequence[Sequence[int]],
+    window: int | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Bool [Q, S]: a block sees its own document's states strictly before its anchor, and itself.
+
+    Causal: of itself no later slot. With a window: nothing that is ``window`` or more positions away.
+    """
     mask = torch.zeros(len(queries), len(keys), dtype=torch.bool)
     for q, query in enumerate(queries):
         for k, key in enumerate(keys):
             if key.document != query.document:
                 continue
+            if window is not None and abs(query.position - key.position) >= window:
+                continue
             if key.block is None:
                 mask[q, k] = key.position < anchors[query.document][query.block]
-            else:
-                mask[q, k] = key.block == query.block
+            elif key.block == query.block:
+                mask[q, k] = key.position <= query.position or not is_causal
     return mask
 
 
@@ -98,34 +113,47 @@ def _attention(layer, numbers, x, context, queries, keys, visible) -> Tensor:  #
     E, group = numbers.head_dim, numbers.num_heads // numbers.num_kv_heads
     heads = []
     for head in range(numbers.num_heads):
-        kv = head // group
-        q = y @ layer["self_attn.q_proj.weight"][head * E : (head + 1) * E].T
-        k = sources @ layer["self_attn.k_proj.weight"][kv * E : (kv + 1) * E].T
-        v = sources @ layer["self_attn.v_proj.weight"][kv * E : (kv + 1) * E].T
-        q = _turn(_norm(q, layer["self_attn.q_norm.weight"], numbers.eps), queries, numbers.rope_theta)
-        k = _turn(_norm(k, layer["self_attn.k_norm.weight"], numbers.eps), places, numbers.rope_theta)
+        q = _project(layer, "q", y, head, E)
+        k = _project(layer, "k", sources, head // group, E)
+        v = _project(layer, "v", sources, head // group, E) * numbers.value_scale
+        q = _turn(_norm(q, layer["self_attn.q_norm.weight"], numbers.eps), queries, numbers.rotation)
+        k = _turn(_norm(k, layer["self_attn.k_norm.weight"], numbers.eps), places, numbers.rotation)
         out = []
         for i in range(len(queries)):
             seen = visible[i].nonzero().squeeze(-1)
             scores = (k[seen] * q[i]).sum(-1) / math.sqrt(E)
-            weights = torch.exp(scores - scores.max().detach())
-            out.append((weights[:, None] * v[seen]).sum(0) / weights.sum())
+            top = scores.max().detach()
+            weights = torch.exp(scores - top)
+            total = weights.sum()
+            if "self_attn.attention_sink_bias" in layer:  # takes its share of the attention and gives nothing
+                total = total + torch.exp(layer["self_attn.attention_sink_bias"][head] - top)
+            out.append((weights[:, None] * v[seen]).sum(0) / total)
         heads.append(torch.stack(out))
-    return torch.cat(heads, dim=-1) @ layer["self_attn.o_proj.weight"].T
+    out = torch.cat(heads, dim=-1) @ layer["self_attn.o_proj.weight"].T
+    return out + layer["self_attn.o_proj.bias"] if "self_attn.o_proj.bias" in layer else out
+
+
+def _project(layer, name, x, head, size) -> Tensor:  # [n, H] -> [n, E]
+    rows = slice(head * size, (head + 1) * size)
+    out = x @ layer[f"self_attn.{name}_proj.weight"][rows].T
+    return out + layer[f"self_attn.{name}_proj.bias"][rows] if f"self_attn.{name}_proj.bias" in layer else out
 
 
 def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * gain
 
 
-def _turn(x: Tensor, places: Sequence[_Place], theta: float) -> Tensor:  # [n, E]
-    """Each pair (i, i + E/2) turned by its position's angle (rotate-half layout)."""
-    half = x.shape[-1] // 2
-    angles = [[p.position * theta ** (-i / half) for i in range(half)] for p in places]
-    cos = torch.tensor([[math.cos(a) for a in row] for row in angles], dtype=x.dtype)
-    sin = torch.tensor([[math.sin(a) for a in row] for row in angles], dtype=x.dtype)
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def _turn(x: Tensor, places: Sequence[_Place], rotation: Rotation) -> Tensor:  # [n, E]
+    """Each pair turned by its position's angle; what belongs to no pair stays."""
+    pairs = rotation.size // 2
+    columns = list(x.unbind(-1))
+    for i in range(pairs):
+        a, b = (2 * i, 2 * i + 1) if rotation.are_neighbours_paired else (i, i + pairs)
+        angles = [place.position * rotation.frequency(i) for place in places]
+        cos = torch.tensor([math.cos(angle) for angle in angles], dtype=x.dtype) * rotation.length()
+        sin = torch.tensor([math.sin(angle) for angle in angles], dtype=x.dtype) * rotation.length()
+        columns[a], columns[b] = x[:, a] * cos - x[:, b] * sin, x[:, b] * cos + x[:, a] * sin
+    return torch.stack(columns, dim=-1)
 
 
 def full_logit_loss(
@@ -134,11 +162,17 @@ def full_logit_loss(
     labels: Tensor,  # [N, K]
     weigh: Callable[[list[float]], list[float]],
     normalizer: float,
+    *,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Weighted cross-entropy over whole logits; ``weigh`` maps a block's label probabilities to slot weights."""
     total = hidden.new_zeros(())
     for block, wanted in zip(hidden, labels, strict=True):
-        log_probability = torch.log_softmax(block @ head.T, dim=-1)
+        logits = block @ head.T
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        log_probability = torch.log_softmax(logit_scale * logits, dim=-1)
         at_label = [log_probability[k, int(label)] for k, label in enumerate(wanted)]
         weights = weigh([math.exp(float(value.detach())) for value in at_label])
         for weight, value in zip(weights, at_label, strict=True):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.oracles.plain_reference import Document, Numbers
+from bench.oracles.plain_rope import Rotation
 from drafter.dataset import CachedRow
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
@@ -27,6 +29,50 @@ VOCAB, MASK_TOKEN_ID = 32, 31
 FINGERPRINT = TargetFingerprint(
     config="c", tokenizer="t", chat_template="p", weights="w", dtype="bfloat16", target_layer_ids=(1, 2, 3)
 )
+
+
+def _rope(kind: str = "default", *, theta: float = 100.0, rotary_dim: int = 6, **parameters) -> Rope:
+    return Rope(theta=theta, rotary_dim=rotary_dim, kind=kind, parameters=parameters)
+
+
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "beta_slow": 1.0}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, causal": {"layers": (LayerAttention(is_causal=True),) * 2},
+    "window": {"layers": (LayerAttention(window=3),) * 2},
+    "window, causal": {"layers": (LayerAttention(window=3, is_causal=True),) * 2},
+    "window of one position": {"layers": (LayerAttention(window=1),) * 2},
+    "mixed layers": {"layers": (LayerAttention(), LayerAttention(window=5, is_causal=True))},
+    "a key a head": {"num_key_value_heads": 4},
+    "one key, a block of two": {"num_key_value_heads": 1, "block_size": 2},
+    "one layer, a longer block": {"num_hidden_layers": 1, "block_size": 7},
+    "biases": {"has_attention_bias": True},
+    "sinks": {"has_attention_sinks": True},
+    "sinks in windows": {"has_attention_sinks": True, "layers": (LayerAttention(window=3),) * 2},
+    "scaled values": {"value_scale": 0.6},
+    "scaled logits": {"logit_scale": 0.25},
+    "its own mask embedding": {"has_mask_embedding": True},
+    "another theta": {"rope": _rope(theta=10000.0)},
+    "partial rope": {"rope": _rope(rotary_dim=4)},
+    "neighbours turn": {"rope": Rope(theta=100.0, rotary_dim=6, is_interleaved=True)},
+    "neighbours turn, partial": {"rope": Rope(theta=100.0, rotary_dim=4, is_interleaved=True)},
+    "linear rope": {"rope": _rope("linear", factor=4.0)},
+    "ntk rope": {"rope": _rope("ntk", factor=4.0)},
+    "mixed ntk rope": {"rope": _rope("ntk", factor=4.0, mixed_b=0.7)},
+    "dynamic rope": {
+        "rope": _rope("dynamic", factor=4.0, max_trained_positions=64, max_position_embeddings=256),
+    },
+    "dynamic rope by alpha": {"rope": _rope("dynamic", alpha=50.0)},
+    "yarn": {"rope": _rope("yarn", **_YARN)},
+    "yarn with its own length": {"rope": _rope("yarn", **_YARN, attention_factor=1.5, truncate=False)},
+    "yarn with two scales": {"rope": _rope("yarn", **_YARN, mscale=1.0, mscale_all_dim=0.5)},
+    "yarn, partial": {"rope": _rope("yarn", rotary_dim=4, **_YARN)},
+    "deepseek's yarn": {"rope": _rope("deepseek_yarn", **_YARN, mscale=0.7)},
+    "llama3 rope": {"rope": _rope("llama3", **_LLAMA3)},
+    "proportional rope": {"rope": _rope("proportional", num_turning_pairs=2)},
+}
+"""Every kind of drafter, as changes of ``shape()``."""
 
 
 def shape(**changes) -> DrafterShape:
@@ -71,7 +117,15 @@ def numbers(of: DrafterShape) -> Numbers:
         num_kv_heads=of.num_key_value_heads,
         head_dim=of.head_dim,
         eps=of.rms_norm_eps,
-        rope_theta=of.rope.theta,
+        rotation=Rotation(
+            kind=of.rope.kind,
+            theta=of.rope.theta,
+            size=of.rope.rotary_dim,
+            are_neighbours_paired=of.rope.is_interleaved,
+            settings=of.rope.parameters,
+        ),
+        layers=[(layer.window, layer.is_causal) for layer in of.layers],
+        value_scale=1.0 if of.value_scale is None else of.value_scale,
     )
 
 
