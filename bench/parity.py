@@ -52,6 +52,7 @@ def training_step_vs_reference(setting: Setting) -> dict[str, Figure]:
     import toys
 
     from bench.oracles import plain_reference as plain
+    from drafter.deal import Deal
     from drafter.loss import decay_weights, dpace_weights
     from drafter.step import backward
 
@@ -60,8 +61,8 @@ def training_step_vs_reference(setting: Setting) -> dict[str, Figure]:
         model, frozen = toys.drafter(), toys.frozen()
         rows = [toys.row(18, 3, seed=1), toys.row(10, 5, seed=2), toys.row(13, 2, seed=3)]
         anchors = [[3, 6, 14], [5], [2, 9]]
-        share = [(row, torch.tensor(some)) for row, some in zip(rows, anchors, strict=True)]
-        loss, _ = backward(model, frozen, share, slot_weights, normalizer=6)
+        deals = [Deal(row, torch.tensor(some), 1.0) for row, some in zip(rows, anchors, strict=True)]
+        found = backward(model, frozen, deals, slot_weights, normalizer=6, tokens_per_pass=20)
         weights = toys.weights_of(model)
         documents = [toys.document(row, some) for row, some in zip(rows, anchors, strict=True)]
         numbers = toys.numbers(model.shape)
@@ -69,7 +70,7 @@ def training_step_vs_reference(setting: Setting) -> dict[str, Figure]:
         labels = torch.stack([row.ids[a + 1 : a + 4] for row, some in zip(rows, anchors, strict=True) for a in some])
         expected = plain.full_logit_loss(hidden, frozen.head, labels, weigh, 6)
         expected.backward()
-        differences.append(abs(loss - float(expected.detach())))
+        differences.append(abs(found.loss - float(expected.detach())))
         differences += [float((p.grad - weights[name].grad).abs().max()) for name, p in model.named_parameters()]
     return {"training_step_vs_reference": at_most(max(differences), 1e-9, n=len(differences))}
 

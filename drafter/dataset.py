@@ -1,4 +1,4 @@
-"""Cached rows as batches of tensors: states are copied once, from the mapped file into the batch."""
+"""Cached rows: exact ids, and states that stay where they are until a pass needs them (drafter/packing.py)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,22 +39,6 @@ class CachedRow:
     def num_tokens(self) -> int:
         """Prompt and reply tokens."""
         return self.ids.shape[0]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows with the anchors drawn for them, padded to one length."""
-
-    states: Tensor  # [D, T, F]
-    anchors: Tensor  # int64 [D, A]; 1 where it is padding
-    is_real: Tensor  # bool [D, A]
-    anchor_ids: Tensor  # int64 [D, A]
-    labels: Tensor  # int64 [D, A, B - 1]
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that count."""
-        return int(self.is_real.sum())
 
 
 def read_rows(cache: Artifact[HiddenStateCache], split: str, *, staging_bytes: int | None = None) -> list[CachedRow]:
@@ -117,32 +101,3 @@ def window_rows(rows: Sequence[CachedRow]) -> int:
 def staging_of(rows: Sequence[CachedRow]) -> Staging | None:
     """What stages the states of these rows of one cache; None where they are on this disk."""
     return rows[0].states.files.staging if rows and isinstance(rows[0].states, DiskStates) else None
-
-
-def collate(rows: Sequence[CachedRow], anchors: Sequence[Tensor], block_size: int, dtype: torch.dtype) -> Batch:
-    """The batch of these rows and their anchors (each int64 [m], m may be 0). Raises: SchemaError on NaN or Inf."""
-    width = max(len(a) for a in anchors)
-    length = max(int(a.max()) for a in anchors if len(a))
-    D, F = len(rows), rows[0].states.shape[1]
-    states = torch.empty(D, length, F, dtype=dtype)
-    positions = torch.ones(D, width, dtype=torch.int64)
-    is_real = torch.zeros(D, width, dtype=torch.bool)
-    anchor_ids = torch.zeros(D, width, dtype=torch.int64)
-    labels = torch.zeros(D, width, block_size - 1, dtype=torch.int64)
-    slots = torch.arange(1, block_size)
-    for i, (row, drawn) in enumerate(zip(rows, anchors, strict=True)):
-        m = len(drawn)
-        end = int(drawn.max()) if m else 0  # no block sees a state at its anchor, or after it
-        if isinstance(row.states, DiskStates):
-            row.states[:end].copy_into(states[i, :end])
-        else:
-            states[i, :end] = row.states[:end]
-        states[i, end:] = 0
-        positions[i, :m], is_real[i, :m] = drawn, True
-        anchor_ids[i, :m] = row.ids[drawn]
-        labels[i, :m] = row.ids[(drawn[:, None] + slots).clamp_max(row.num_tokens - 1)]
-    # Smallest and largest, which a NaN would be: one pass, where torch.isfinite takes several.
-    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(states)):
-        bad = [row.row_id for i, row in enumerate(rows) if not torch.isfinite(states[i]).all()]
-        raise SchemaError(f"rows {bad}: cached states are not finite; capture them again")
-    return Batch(states, positions, is_real, anchor_ids, labels)

@@ -43,19 +43,28 @@ def dpace_weights(alpha: float) -> SlotWeights:
 
 
 def block_loss(
-    hidden: Tensor,  # [N, K, H], the drafter's output for slots 1..K of N blocks
+    hidden: Tensor,  # [A, K, H], the drafter's output for slots 1..K of A blocks
     head: Tensor,  # [V, H], frozen
-    labels: Tensor,  # [N, K], the target's tokens at those positions
+    labels: Tensor,  # [A, K], the target's tokens at those positions
     slot_weights: SlotWeights,
     *,
     normalizer: float,
+    block_weights: Tensor | None = None,  # [A]; None: 1
     logit_offset: Tensor | None = None,  # [V], added to every slot's logits
+    logit_scale: float = 1.0,
+    logit_soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted cross-entropy summed over blocks and divided by ``normalizer``, and its parts.
 
-    Returns (loss [], slot cross-entropy and argmax hits stacked [2, N, K], without gradient).
+    Logits are scale * cap * tanh(head @ hidden / cap) + offset. Returns (loss [], slot cross-entropy and argmax hits
+    stacked [2, A, K], without gradient).
     """
-    loss, parts = _BlockLoss.apply(hidden, head, labels, slot_weights, normalizer, logit_offset)
+    if block_weights is None:
+        block_weights = hidden.new_ones(len(hidden))
+    scaling = (logit_scale, logit_soft_cap)
+    loss, parts = _BlockLoss.apply(
+        hidden, head, labels, slot_weights, block_weights / normalizer, logit_offset, scaling
+    )
     return loss, parts
 
 
@@ -67,31 +76,42 @@ class _BlockLoss(torch.autograd.Function):
         head: Tensor,
         labels: Tensor,
         slot_weights: SlotWeights,
-        normalizer: float,
+        block_weights: Tensor,
         logit_offset: Tensor | None,
+        scaling: tuple[float, float | None],
     ) -> tuple[Tensor, Tensor]:
-        N, K, H = hidden.shape
+        A, K, H = hidden.shape
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scale, cap = scaling
         gradient = torch.empty_like(hidden)
-        parts = hidden.new_empty(2, N, K)
-        loss = hidden.new_zeros(())
+        parts = hidden.new_empty(2, A, K, dtype=wide)
+        loss = hidden.new_zeros((), dtype=wide)
         blocks = max(1, _CHUNK_LOGITS // (K * head.shape[0]))
-        for start in range(0, N, blocks):
+        for start in range(0, A, blocks):
             chunk = slice(start, start + blocks)
             h, target = hidden[chunk].reshape(-1, H), labels[chunk].reshape(-1, 1)
-            logits = h @ head.T if logit_offset is None else torch.addmm(logit_offset, h, head.T)  # [n*K, V]
+            logits = (h @ head.T).to(wide)  # [n*K, V]
+            slope = scale
+            if cap is not None:
+                logits = logits.div_(cap).tanh_()
+                slope = scale * (1 - logits**2)
+                logits.mul_(cap)
+            logits *= scale
+            if logit_offset is not None:
+                logits += logit_offset
             top = logits.max(dim=-1, keepdim=True)
             at_label = logits.gather(1, target)
             probabilities = logits.sub_(top.values).exp_()  # in place: still unnormalised
             total = probabilities.sum(dim=-1, keepdim=True)
             cross_entropy = (total.log() + top.values - at_label).view(-1, K)
-            weight = slot_weights(cross_entropy) / normalizer
-            scale = weight.reshape(-1, 1)
+            weight = slot_weights(cross_entropy) * block_weights[chunk, None].to(wide)
             # d loss / d logits = weight * (softmax - one-hot of the label)
-            rows = (probabilities @ head) * (scale / total) - scale * head[target.squeeze(1)]
-            gradient[chunk] = rows.view(-1, K, H)
+            at_logits = probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(total))
+            at_logits *= weight.reshape(-1, 1) * slope
+            gradient[chunk] = (at_logits.to(head.dtype) @ head).view(-1, K, H)
             loss += (weight * cross_entropy).sum()
             parts[0, chunk] = cross_entropy
-            parts[1, chunk] = (top.indices == target).view(-1, K).to(parts)
+            parts[1, chunk] = (top.indices == target).view(-1, K).to(wide)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(parts)
         return loss, parts
@@ -99,4 +119,4 @@ class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, grad_parts: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None, None
+        return gradient * grad_loss.to(gradient.dtype), *[None] * 6

@@ -1,8 +1,10 @@
 """The block-diffusion drafter, as vLLM runs it: one parallel pass predicts a whole block.
 
-Legend: D documents, T target positions, A anchors a document, B block size, H width, F = layers x H_target,
-N heads, G key-value heads, E head width. Slot 0 of a block is the known anchor token, the others are masks;
-a block sees the target's states strictly before its anchor, and itself in both directions.
+Legend: T context positions of all rows, A blocks of all rows, B block size, K = B - 1 predicted slots, H width,
+F = layers x H_target, N heads, G key-value heads, E head width, R rotary dimensions. Slot 0 of a block is the known
+anchor token, the others are masks.
+
+Parameters are masters of any precision; they are cast to the dtype of what flows through (drafter/precision.py).
 
 Source: DFlash, arXiv 2602.06036, section 3; tensor names as in its released checkpoints.
 """
@@ -11,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafter.attention import View, attend, view
+from drafter.packing import Packed
 from drafter.shape import DrafterShape
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a gain."""
+    """Root-mean-square norm with a gain, in float32 at least."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -23,7 +27,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose parameters are cast to the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Attention(nn.Module):
@@ -32,40 +45,38 @@ class Attention(nn.Module):
     def __init__(self, shape: DrafterShape):
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        self.head_dim, self._rope = shape.head_dim, shape.rope
-        self.q_proj = nn.Linear(shape.hidden_size, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, shape.rms_norm_eps)
+        self.head_dim, self._rope, self._value_scale = shape.head_dim, shape.rope, shape.value_scale
+        bias, E = shape.has_attention_bias, shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, self.num_heads * E, bias=bias)
+        self.k_proj = Linear(shape.hidden_size, self.num_kv_heads * E, bias=bias)
+        self.v_proj = Linear(shape.hidden_size, self.num_kv_heads * E, bias=bias)
+        self.o_proj = Linear(self.num_heads * E, shape.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(E, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(E, shape.rms_norm_eps)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if shape.has_attention_sinks else None
 
     def forward(
         self,
-        x: Tensor,  # [D, A, B, H]
-        context: Tensor,  # [D, T, H]
-        hidden_from_block: Tensor,  # [D, 1, A, 1, T], True where a context position is not before the anchor
-        rope: tuple[Tensor, Tensor],  # cos and sin of the slots' positions, [D, 1, A, B, R/2]
-        context_rope: tuple[Tensor, Tensor],  # of the context's, [1, T, R/2]
-    ) -> Tensor:  # [D, A, B, H]
-        D, A, B, _ = x.shape
-        T, N, G, E = context.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
-        q = self._rope.turn(self.q_norm(self.q_proj(x).view(D, A, B, N, E)).permute(0, 3, 1, 2, 4), *rope)
-        k = self._rope.turn(self.k_norm(self.k_proj(x).view(D, A, B, G, E)).permute(0, 3, 1, 2, 4), *rope)
-        v = self.v_proj(x).view(D, A, B, G, E).permute(0, 3, 1, 2, 4)  # [D, G, A, B, E]
-        k_ctx = self._rope.turn(self.k_norm(self.k_proj(context).view(D, T, G, E)).transpose(1, 2), *context_rope)
-        v_ctx = self.v_proj(context).view(D, T, G, E).transpose(1, 2)  # [D, G, T, E]
+        x: Tensor,  # [A, B, H]
+        context: Tensor,  # [T, H]
+        rope: tuple[Tensor, Tensor],  # cos and sin of the slots' positions, [A, B, 1, R/2]
+        context_rope: tuple[Tensor, Tensor],  # of the context's, [T, 1, R/2]
+        seen: View,
+    ) -> Tensor:  # [A, B, H]
+        q = self._turned(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), rope)
+        k, v = self._keys_and_values(x, rope)
+        context_k, context_v = self._keys_and_values(context, context_rope)
+        out = attend(q, k, v, context_k, context_v, seen, self.attention_sink_bias)
+        return self.o_proj(out.flatten(-2))
 
-        # Heads that share keys are stacked along the queries, so that no key is copied.
-        q = (q * E**-0.5).reshape(D, G, N // G, A, B, E)
-        to_context = (q.reshape(D, G, -1, E) @ k_ctx.transpose(-1, -2)).view(D, N, A, B, T)
-        to_context = to_context.masked_fill(hidden_from_block, float("-inf"))
-        to_block = (q @ k[:, :, None].transpose(-1, -2)).reshape(D, N, A, B, B)
-        weights = torch.softmax(torch.cat([to_context, to_block], dim=-1), dim=-1)
-        on_context, on_block = weights.split([T, B], dim=-1)
-        out = (on_context.reshape(D, G, -1, T) @ v_ctx).view(D, G, N // G, A, B, E)
-        out = out + on_block.reshape(D, G, N // G, A, B, B) @ v[:, :, None]
-        return self.o_proj(out.permute(0, 3, 4, 1, 2, 5).reshape(D, A, B, N * E))
+    def _keys_and_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # 2 x [..., G, E]
+        heads = (self.num_kv_heads, self.head_dim)
+        k = self._turned(self.k_norm(self.k_proj(x).unflatten(-1, heads)), rope)
+        v = self.v_proj(x).unflatten(-1, heads)
+        return k, v if self._value_scale is None else v * self._value_scale
+
+    def _turned(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        return self._rope.turn(x, *rope).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -73,9 +84,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: DrafterShape):
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., H] -> [..., H]
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -91,7 +102,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, *attention_inputs) -> Tensor:  # [D, A, B, H] -> [D, A, B, H]
+    def forward(self, x: Tensor, *attention_inputs) -> Tensor:  # [A, B, H] -> [A, B, H]
         x = x + self.self_attn(self.input_layernorm(x), *attention_inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -102,27 +113,30 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape):
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(shape.context_size, shape.hidden_size, bias=False)
+        self.fc = Linear(shape.context_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(shape.hidden_size)) if shape.has_mask_embedding else None
 
     def forward(
         self,
-        states: Tensor,  # [D, T, F], the target's states of positions 0..T-1; anything past a document's end
-        anchors: Tensor,  # [D, A], position of each block's slot 0; 1 <= anchor <= T
-        anchor_embeddings: Tensor,  # [D, A, H]
-        mask_embedding: Tensor,  # [H]
-    ) -> Tensor:  # [D, A, B - 1, H], what the head reads for slots 1..B-1
-        (D, A), B, T = anchors.shape, self.shape.block_size, states.shape[1]
-        context = self.hidden_norm(self.fc(states))
-        masks = mask_embedding.expand(D, A, B - 1, -1)
-        x = torch.cat([anchor_embeddings[:, :, None], masks], dim=2)
-        slots = torch.arange(B, device=anchors.device)
-        positions = torch.arange(T, device=anchors.device)
-        hidden_from_block = (positions >= anchors[..., None])[:, None, :, None]  # [D, 1, A, 1, T]
-        rope = tuple(table[:, None] for table in self.shape.rope.cos_sin(anchors[..., None] + slots, x.dtype))
-        context_rope = self.shape.rope.cos_sin(positions[None], x.dtype)
-        for layer in self.layers:
-            x = layer(x, context, hidden_from_block, rope, context_rope)
-        return self.norm(x[:, :, 1:])
+        packed: Packed,
+        anchor_embeddings: Tensor,  # [A, H]
+        mask_embedding: Tensor,  # [H] or, of each masked slot, [K, H]; not used by a drafter that has its own
+    ) -> Tensor:  # [A, K, H], what the head reads for slots 1..K
+        shape = self.shape
+        A, B, device = len(packed.anchors), shape.block_size, packed.anchors.device
+        if self.mask_embedding is not None:
+            mask_embedding = self.mask_embedding.to(anchor_embeddings.dtype)
+        x = torch.cat([anchor_embeddings[:, None], mask_embedding.expand(A, B - 1, -1)], dim=1)
+        context = self.hidden_norm(self.fc(packed.states))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        slots = packed.anchors[:, None, None] + torch.arange(B, device=device)[:, None]  # [A, B, 1]
+        positions = torch.cat([torch.arange(n, device=device) for n in (*packed.num_positions, 0)])
+        rope = shape.rope.cos_sin(slots, wide)
+        context_rope = shape.rope.cos_sin(positions[:, None], wide)
+        views = {layer: view(layer, packed, B) for layer in set(shape.layers)}
+        for layer, kind in zip(self.layers, shape.layers, strict=True):
+            x = layer(x, context, rope, context_rope, views[kind])
+        return self.norm(x[:, 1:])

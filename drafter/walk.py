@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.dataset import CachedRow, collate
+from drafter.dataset import CachedRow
+from drafter.deal import Deal
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
+from drafter.packing import pack
+from drafter.step import hidden_of
 
 
 @dataclass
@@ -98,24 +101,23 @@ def accepted_everywhere(drafter: Drafter, frozen: FrozenTarget, rows: Sequence[C
 
     A slot's logits are computed only where every earlier slot was right, since nothing else counts.
     """
-    shape = drafter.shape
-    anchors = [torch.arange(row.num_prompt_tokens, row.num_tokens - 1) for row in rows]
-    batch = collate(rows, anchors, shape.block_size, frozen.head.dtype)
-    hidden = drafter(
-        batch.states, batch.anchors, frozen.embedding[batch.anchor_ids], frozen.embedding[shape.mask_token_id]
-    )  # [D, A, K, H]
-    ends = torch.tensor([row.num_tokens - 1 for row in rows])[:, None]
-    alive = batch.is_real.clone()
-    accepted = torch.zeros_like(batch.anchors)
-    for slot in range(shape.num_draft_tokens):
-        alive &= batch.anchors + slot + 1 <= ends
-        where = alive.nonzero(as_tuple=True)
-        guess = (hidden[where[0], where[1], slot] @ frozen.head.T).argmax(dim=-1)
-        alive[where] = guess == batch.labels[where[0], where[1], slot]
+    K, device = drafter.shape.num_draft_tokens, frozen.head.device
+    deals = [Deal(row, torch.arange(row.num_prompt_tokens, row.num_tokens - 1), 1.0) for row in rows]
+    packed = pack(deals, drafter.shape.block_size, frozen.head.dtype).to(device)
+    hidden = hidden_of(drafter, frozen, packed)  # [A, K, H]
+    last = torch.tensor([row.num_tokens - 1 for row in rows])
+    room = last.repeat_interleave(torch.tensor(packed.num_blocks)).to(device) - packed.anchors
+    alive = torch.ones_like(packed.anchors, dtype=torch.bool)
+    accepted = torch.zeros_like(packed.anchors)
+    for slot in range(K):
+        alive &= room > slot
+        where = alive.nonzero().squeeze(1)
+        guess = (hidden[where, slot] @ frozen.head.T).argmax(dim=-1)
+        alive[where] = guess == packed.labels[where, slot]
         accepted += alive
     found = []
-    for i, row in enumerate(rows):
-        at = torch.zeros(row.num_tokens, dtype=torch.int64)
-        at[anchors[i]] = accepted[i, : len(anchors[i])]
+    for deal, some in zip(deals, accepted.cpu().split(packed.num_blocks), strict=True):
+        at = torch.zeros(deal.row.num_tokens, dtype=torch.int64)
+        at[deal.anchors] = some
         found.append(at)
     return found

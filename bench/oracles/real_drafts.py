@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.dataset import CachedRow
+from drafter.deal import Deal
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
+from drafter.packing import pack
+from drafter.step import hidden_of
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,11 @@ class Comparison:
         """Every draft of one request against ours."""
         for draft in recorder.drafts:
             states = torch.stack([recorder.states[position] for position in range(draft.anchor)])
-            hidden = drafter(
-                states[None].to(frozen.head.dtype),
-                torch.tensor([[draft.anchor]]),
-                frozen.embedding[torch.tensor([[draft.anchor_id]])],
-                frozen.embedding[drafter.shape.mask_token_id],
-            )
-            ours = hidden[0, 0] @ frozen.head.T
+            ids = torch.zeros(draft.anchor + drafter.shape.block_size, dtype=torch.int64)
+            ids[draft.anchor] = draft.anchor_id
+            row = CachedRow("", "", ids, 1, states)
+            packed = pack([Deal(row, torch.tensor([draft.anchor]), 1.0)], drafter.shape.block_size, frozen.head.dtype)
+            ours = hidden_of(drafter, frozen, packed)[0] @ frozen.head.T
             self.num_slots += len(ours)
             self.num_same += int((ours.argmax(-1) == draft.logits.argmax(-1)).sum())
             self.max_abs_difference = max(self.max_abs_difference, float((ours - draft.logits).abs().max()))

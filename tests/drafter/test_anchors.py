@@ -1,9 +1,7 @@
 import pytest
 import torch
-import toys
 
 from drafter.anchors import draw_anchors, legal_anchors
-from drafter.dataset import CachedRow, collate
 
 
 @pytest.mark.parametrize(
@@ -29,19 +27,3 @@ def test_anchors_are_drawn_without_replacement_and_reach_both_ends():
         assert drawn == draw_anchors(5, 30, 4, 6, seed=seed).tolist()
         seen.update(drawn)
     assert seen == set(range(5, 27)), "every legal start and nothing else, 26 the last one"
-
-
-def test_slot_k_of_a_block_at_the_anchor_is_labelled_with_the_token_k_positions_on():
-    # Token at p is p mod 100 and the state at p encodes p; one block of 4 at anchor 9.
-    ids = torch.arange(120) % 100
-    states = torch.arange(119)[:, None].expand(119, 3).to(torch.bfloat16)
-    batch = collate([CachedRow("r", "s", ids, 5, states)], [torch.tensor([9])], 4, torch.float64)
-    assert batch.labels.tolist() == [[[10, 11, 12]]]
-    assert batch.anchor_ids.tolist() == [[9]]
-    assert batch.states[0, :, 0].tolist() == list(range(9)), "context is every position before the anchor"
-
-
-def test_the_last_legal_block_is_labelled_to_the_last_token():
-    row = toys.row(12, 3)
-    batch = collate([row], [torch.tensor([8])], 4, torch.float64)
-    assert batch.labels[0, 0].tolist() == row.ids[9:].tolist()

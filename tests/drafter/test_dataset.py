@@ -8,8 +8,10 @@ import pytest
 import torch
 import toys
 
-from drafter.dataset import WINDOW_BYTES, CachedRow, collate, read_part, read_rows, shard_sizes, staging_of, window_rows
+from drafter.dataset import WINDOW_BYTES, CachedRow, read_part, read_rows, shard_sizes, staging_of, window_rows
+from drafter.deal import Deal
 from drafter.disk_states import OPEN_FILES, DiskStates, unpack
+from drafter.packing import pack
 from pipeline.artifacts import commit
 from pipeline.disk import sweep
 from pipeline.errors import SchemaError
@@ -23,6 +25,11 @@ def numbers(row, end=None):
     into = torch.full((len(states), states.shape[1]), float("nan"))
     states.copy_into(into)
     return into
+
+
+def packed(rows, anchors):
+    """These rows as a pass in float32 gets them, with blocks of 4."""
+    return pack([Deal(row, some, 1.0) for row, some in zip(rows, anchors, strict=True)], 4, torch.float32)
 
 
 def files_mapped(folder):
@@ -129,19 +136,18 @@ def test_the_8_bit_form_comes_out_as_codes_times_scales_of_the_positions_asked_f
         found.states.mapped()
 
 
-def test_both_forms_make_the_same_batch_but_for_rounding(tmp_path):
+def test_both_forms_are_packed_the_same_but_for_rounding(tmp_path):
     rows = [toys.row(30 + i, 4, seed=i) for i in range(3)]
     anchors = [torch.tensor([5, 20]), torch.empty(0, dtype=torch.int64), torch.tensor([9])]
     batches = {}
     for form in ("bf16", "int8"):
         cache = toys.cache(tmp_path / form, [("train", row) for row in rows], states_format=form)
-        batches[form] = collate(read_rows(cache, "train"), anchors, 4, torch.float32)
-    memory = collate(rows, anchors, 4, torch.float32)
+        batches[form] = packed(read_rows(cache, "train"), anchors)
+    memory = packed(rows, anchors)
     assert torch.equal(batches["bf16"].states, memory.states)
     assert batches["int8"].states.shape == memory.states.shape
-    assert not batches["int8"].states[1].any() and not batches["int8"].states[2, 9:].any()
     assert 0 < (batches["int8"].states - memory.states).norm() / memory.states.norm() < 0.012
-    for name in ("anchors", "is_real", "anchor_ids", "labels"):
+    for name in ("anchors", "anchor_ids", "labels", "weights"):
         assert torch.equal(getattr(batches["int8"], name), getattr(memory, name))
 
 
@@ -160,7 +166,7 @@ def test_a_state_that_is_not_finite_is_refused_by_the_rows_name(tmp_path):
     for bad in (float("nan"), float("inf")):
         rows[1].states[4, 7] = bad
         with pytest.raises(SchemaError, match="row-1"):
-            collate(rows, [torch.tensor([8])] * 3, 4, torch.float32)
+            packed(rows, [torch.tensor([8])] * 3)
     # And so is one that went bad on disk, after capture had judged it.
     cache = toys.cache(tmp_path, [("train", toys.row(12, 3, seed=i)) for i in range(2)])
     path = cache.folder / "states-00000-00.arrow"
@@ -169,7 +175,7 @@ def test_a_state_that_is_not_finite_is_refused_by_the_rows_name(tmp_path):
     assert body.count(word) == 1
     path.write_bytes(body.replace(word, b"\x80\x7f" + word[2:]))
     with pytest.raises(SchemaError, match=r"rows \['row-1'\]: cached states are not finite"):
-        collate(read_rows(cache, "train"), [torch.tensor([8])] * 2, 4, torch.float32)
+        packed(read_rows(cache, "train"), [torch.tensor([8])] * 2)
 
 
 @pytest.mark.parametrize("changes", [{"num_states": 7}, {"ids": [1, 2, 3]}])
@@ -191,7 +197,7 @@ def test_a_table_that_does_not_fit_its_ids_is_refused_at_once(tmp_path, changes)
 def test_a_table_that_does_not_fit_the_states_is_refused_when_they_are_read(tmp_path, changes, message):
     cache = toys.cache(tmp_path, [("train", toys.row(12, 3))], **changes)
     with pytest.raises(SchemaError, match=message):
-        collate(read_rows(cache, "train"), [torch.tensor([4])], 4, torch.float32)
+        packed(read_rows(cache, "train"), [torch.tensor([4])])
 
 
 @pytest.mark.parametrize("keep", [0, 100, None], ids=["zero bytes", "cut", "gone"])
@@ -217,8 +223,8 @@ def test_states_that_are_on_storage_are_staged_within_the_budget_as_batches_need
     largest = max(shard.bytes for shard in cache.manifest.shards)
     found = read_rows(moved, "train", staging_bytes=2 * largest)
     for start in (0, 3, 0):
-        batch = collate(found[start : start + 3], [torch.tensor([40])] * 3, 4, torch.float32)
-        expected = collate(rows[start : start + 3], [torch.tensor([40])] * 3, 4, torch.float32)
+        batch = packed(found[start : start + 3], [torch.tensor([40])] * 3)
+        expected = packed(rows[start : start + 3], [torch.tensor([40])] * 3)
         assert torch.equal(batch.states, expected.states)
         staged = list((tmp_path / "root" / "staged").iterdir())
         assert 0 < sum(path.stat().st_size for path in staged) <= 2 * largest
@@ -242,18 +248,6 @@ def test_rows_of_one_file_are_told_to_the_order_together(tmp_path):
     assert shard_sizes([row for _, row in rows]) == [5] and shard_sizes([]) == []
     assert window_rows([row for _, row in rows]) == 5 and staging_of(found) is None
     assert window_rows(found) * file_bytes / 2 == pytest.approx(WINDOW_BYTES, rel=0.2)
-
-
-def test_a_batch_pads_rows_and_marks_what_is_real():
-    rows = [toys.row(12, 3, seed=1), toys.row(30, 4, seed=2), toys.row(9, 2, seed=3)]
-    anchors = [torch.tensor([3, 8]), torch.tensor([20]), torch.empty(0, dtype=torch.int64)]
-    batch = collate(rows, anchors, 4, torch.float32)
-    assert batch.states.shape == (3, 20, 30) and batch.is_real.tolist() == [[True, True], [True, False], [False, False]]
-    assert torch.equal(batch.states[0, :8], rows[0].states[:8].float()) and not batch.states[0, 8:].any()
-    assert torch.equal(batch.states[1], rows[1].states[:20].float()) and not batch.states[2].any()
-    assert batch.anchor_ids[0].tolist() == rows[0].ids[[3, 8]].tolist()
-    assert batch.labels[1, 0].tolist() == rows[1].ids[21:24].tolist()
-    assert batch.num_blocks == 3
 
 
 def test_unpacking_writes_into_a_slice_of_a_batch():

@@ -3,19 +3,22 @@ import torch
 import toys
 
 from bench.oracles.plain_reference import draft_hidden
-from drafter.dataset import collate
-from drafter.rope import Rope
+from drafter.dataset import CachedRow
+from drafter.deal import Deal
+from drafter.packing import pack
+from drafter.shape import LayerAttention
+from drafter.step import hidden_of
+
+BOTH_WAYS, CAUSAL = LayerAttention(), LayerAttention(is_causal=True)
+
+
+def packed_of(model, rows, anchors, dtype=torch.float64):
+    deals = [Deal(row, torch.tensor(some, dtype=torch.int64), 1.0) for row, some in zip(rows, anchors, strict=True)]
+    return pack(deals, model.shape.block_size, dtype)
 
 
 def ours(model, frozen, rows, anchors):
-    batch = collate(rows, [torch.tensor(a) for a in anchors], model.shape.block_size, torch.float64)
-    hidden = model(
-        batch.states,
-        batch.anchors,
-        frozen.embedding[batch.anchor_ids],
-        frozen.embedding[model.shape.mask_token_id],
-    )
-    return hidden[batch.is_real]
+    return hidden_of(model, frozen, packed_of(model, rows, anchors))
 
 
 def plain(model, frozen, rows, anchors):
@@ -24,86 +27,61 @@ def plain(model, frozen, rows, anchors):
     return draft_hidden(weights, toys.numbers(model.shape), documents, frozen.embedding, model.shape.mask_token_id)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1, "block_size": 2},
-        {"num_hidden_layers": 1, "block_size": 7, "rope": Rope(theta=10000.0, rotary_dim=6)},
-    ],
-    ids=["grouped keys", "a key a head", "one key", "one layer"],
-)
-def test_the_drafter_is_the_plain_reference(changes):
-    model, frozen = toys.drafter(toys.shape(**changes)), toys.frozen()
-    rows = [toys.row(20, 4, seed=1), toys.row(9, 2, seed=2), toys.row(14, 1, seed=3)]
-    anchors = [[4, 5, 11, 12], [2], [1, 6]]
+@pytest.mark.parametrize("variant", toys.VARIANTS)
+def test_the_drafter_is_the_plain_reference(variant):
+    model, frozen = toys.drafter(toys.shape(**toys.VARIANTS[variant])), toys.frozen()
+    rows = [toys.row(30, 4, seed=1), toys.row(9, 2, seed=2), toys.row(12, 2, seed=4), toys.row(14, 1, seed=3)]
+    anchors = [[4, 5, 11, 12, *range(14, 23)], [2], [], [1, 6]]
     with torch.no_grad():
         difference = ours(model, frozen, rows, anchors) - plain(model, frozen, rows, anchors)
     assert difference.abs().max() < 1e-12
 
 
-def inputs(model, *, anchor=5, num_positions=8):
-    generator = torch.Generator().manual_seed(4)
-    states = torch.randn(1, num_positions, model.shape.context_size, generator=generator, dtype=torch.float64)
-    embedding = torch.randn(1, 1, 16, generator=generator, dtype=torch.float64)
-    return states, torch.tensor([[anchor]]), embedding
-
-
-def test_a_block_sees_states_strictly_before_its_anchor():
-    model, mask = toys.drafter(), torch.ones(16, dtype=torch.float64)
-    states, anchors, embedding = inputs(model, anchor=5)
+def test_many_blocks_of_a_long_row_are_the_plain_reference():
+    model, frozen = toys.drafter(toys.shape(**toys.VARIANTS["mixed layers"])), toys.frozen()
+    rows, anchors = [toys.row(70, 2, seed=1), toys.row(50, 2, seed=2)], [list(range(2, 60)), [40]]
     with torch.no_grad():
-        before = model(states, anchors, embedding, mask)
-        for position in range(8):
-            changed = states.clone()
-            changed[0, position] += 1
-            moved = not torch.equal(model(changed, anchors, embedding, mask), before)
-            assert moved == (position < 5), position
+        difference = ours(model, frozen, rows, anchors) - plain(model, frozen, rows, anchors)
+    assert difference.abs().max() < 1e-12
 
 
-def test_a_block_sees_itself_in_both_directions():
-    model = toys.drafter()
-    states, anchors, embedding = inputs(model)
+@pytest.mark.parametrize("kind", [BOTH_WAYS, CAUSAL])
+def test_a_block_sees_states_strictly_before_its_anchor(kind):
+    model, frozen, row = toys.drafter(toys.shape(layers=(kind,) * 2)), toys.frozen(), toys.row(16, 2)
+    with torch.no_grad():
+        before = ours(model, frozen, [row], [[5, 9]])
+        for position in range(12):
+            states = row.states.clone()
+            states[position] += 1
+            changed = CachedRow("", "", row.ids, 2, states)
+            moved = [
+                not torch.equal(a, b) for a, b in zip(ours(model, frozen, [changed], [[5, 9]]), before, strict=True)
+            ]
+            assert moved == [position < 5, position < 9], position
+
+
+def outputs(model, frozen, masks):  # [K, H] -> [K, H], of a block with another input in each masked slot
+    packed = packed_of(model, [toys.row(16, 2)], [[5]])
+    return model(packed, frozen.embedding[packed.anchor_ids], masks)[0]
+
+
+@pytest.mark.parametrize(("kind", "is_causal"), [(BOTH_WAYS, False), (CAUSAL, True)])
+def test_a_block_sees_itself_in_both_directions_unless_it_is_causal(kind, is_causal):
+    model, frozen = toys.drafter(toys.shape(layers=(kind,) * 2)), toys.frozen()
     masks = torch.ones(3, 16, dtype=torch.float64)
     with torch.no_grad():
-        before = block_with_mask_inputs(model, states, anchors, embedding, masks)
+        before = outputs(model, frozen, masks)
         for changed_slot in range(3):
             changed = masks.clone()
             changed[changed_slot] *= -0.5
-            after = block_with_mask_inputs(model, states, anchors, embedding, changed)
-            assert (after - before).abs().amax(-1).min() > 1e-4, "every slot's output moves"
+            moved = (outputs(model, frozen, changed) - before).abs().amax(-1) > 1e-4
+            assert moved.tolist() == [not is_causal or slot >= changed_slot for slot in range(3)]
 
 
-def block_with_mask_inputs(model, states, anchors, embedding, masks):  # [3, H] -> [3, H]
-    """The drafter with another input in each mask slot, which it never needs itself."""
-
-    class PerSlot:
-        def expand(self, *sizes):
-            return masks.expand(*sizes)
-
-    return model(states, anchors, embedding, PerSlot())[0, 0]
-
-
-def test_blocks_are_blind_to_each_other_and_to_other_documents():
+def test_blocks_are_blind_to_each_other_and_to_other_rows():
     model, frozen = toys.drafter(), toys.frozen()
     rows = [toys.row(20, 4, seed=1), toys.row(16, 2, seed=2)]
     with torch.no_grad():
         together = ours(model, frozen, rows, [[4, 7, 8], [3, 9]])
         alone = [ours(model, frozen, [rows[d]], [[a]]) for d, a in ((0, 4), (0, 7), (0, 8), (1, 3), (1, 9))]
     assert (together - torch.cat(alone)).abs().max() < 1e-12
-
-
-def test_what_lies_past_a_documents_end_and_padding_blocks_do_not_matter():
-    model, frozen = toys.drafter(), toys.frozen()
-    row = toys.row(9, 2, seed=2)
-    batch = collate([row, toys.row(30, 2, seed=6)], [torch.tensor([3]), torch.tensor([2, 9, 25])], 4, torch.float64)
-    states, anchors = batch.states.clone(), batch.anchors.clone()
-    states[0, 8:] = 1e3
-    anchors[0, 1:] = 17
-    mask = frozen.embedding[31]
-    with torch.no_grad():
-        before = model(batch.states, batch.anchors, frozen.embedding[batch.anchor_ids], mask)
-        after = model(states, anchors, frozen.embedding[batch.anchor_ids], mask)
-    assert torch.allclose(before[batch.is_real], after[batch.is_real], atol=1e-12)
-    assert torch.isfinite(before).all() and torch.isfinite(after).all()
