@@ -22,6 +22,8 @@ class FrozenTarget:
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H], the same tensor where they are tied
     final_norm: Tensor  # [H]
+    logit_soft_cap: float | None = None
+    """The target's logits are cap * tanh(logits / cap)."""
 
 
 def read_frozen(model: Path, *, dtype: torch.dtype = torch.float32) -> FrozenTarget:
