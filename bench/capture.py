@@ -102,7 +102,7 @@ def one_pass(setting: Setting) -> dict[str, Figure]:
 def states_against_reference(setting: Setting) -> dict[str, Figure]:
     """Largest relative error of a position's states at any layer, before they are rounded to bf16, in float32."""
     from bench.oracles.one_engine import check, engine_process
-    from drafter.shape import read_target_shape
+    from drafter.families import read_target_shape
     from pipeline.render import Renderer
 
     num_layers, num_prompts = read_target_shape(setting.target).num_layers, 4 if setting.small else 12
@@ -264,7 +264,8 @@ MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {
 
 def setting_of(arguments: argparse.Namespace, workdir: Path) -> Setting:
     """The real target where there is one, else a toy."""
-    from drafter.shape import read_target_shape, spread_layers
+    from drafter.families import read_target_shape
+    from drafter.shape import spread_layers
 
     target = arguments.target or (None if arguments.small or not DEMO_TARGET.exists() else DEMO_TARGET)
     if target:

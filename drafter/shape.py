@@ -4,13 +4,13 @@ Layers are counted as in the checkpoint: ``target_layer_ids`` L means "the outpu
 layer L", Hugging Face's ``hidden_states[L + 1]``.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from drafter.families import TargetShape
+from drafter.layer_config import LayerAttention, layer_settings, layers_of
 from drafter.rope import Rope
+from drafter.rope_config import rope_of, rope_settings, scaling_of_target
 from pipeline.artifacts import Frozen
 from pipeline.errors import ConfigError
 
@@ -27,18 +27,6 @@ _NEEDED = (
     "rms_norm_eps",
     "vocab_size",
 )
-
-
-class LayerAttention(Frozen):
-    """What the slots of a block see in one layer.
-
-    A slot at position p sees a context state at j < anchor where p - j < window, and a slot of its own block at s
-    where s <= p (causal) or everywhere (not causal), within the window too; the rule is vLLM's.
-    """
-
-    window: int | None = None
-    """Positions that a slot sees, its own counted; None: all."""
-    is_causal: bool = False
 
 
 class DrafterShape(Frozen):
@@ -83,30 +71,6 @@ class DrafterShape(Frozen):
         return len(self.target_layer_ids) * self.target_hidden_size
 
 
-@dataclass(frozen=True)
-class TargetShape:
-    """What a drafter must know of its target's config.json."""
-
-    raw: dict[str, Any]
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers of the target."""
-        return self.raw["num_hidden_layers"]
-
-
-def read_target_shape(model: Path) -> TargetShape:
-    """The target's shape. Raises: ConfigError when config.json is missing or is not a supported family."""
-    path = Path(model) / "config.json"
-    if not path.exists():
-        raise ConfigError(f"{path}: missing; target.model must be a Hugging Face model folder")
-    raw = json.loads(path.read_text())
-    supported = ("llama", "qwen2", "qwen3", "mistral")
-    if raw.get("model_type") not in supported:
-        raise ConfigError(f"{path}: model_type {raw.get('model_type')!r} is not supported; supported: {supported}")
-    return TargetShape(raw)
-
-
 def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     """Evenly spread 0-based layer ids, the second and the third last among them (as released drafters do).
 
@@ -128,8 +92,12 @@ def cold_shape(
     mask_token_id: int,
     target_layer_ids: Sequence[int] = (),
     intermediate_size: int | None = None,
+    keeps_rope_scaling: bool = True,
 ) -> DrafterShape:
-    """The shape of a new drafter for this target: its width, heads and rope, fewer layers.
+    """The shape of a new drafter for this target: its width, heads, theta and rope scaling, fewer layers, all full.
+
+    Partial rotation, windows, biases and sinks are the target's own affair. ``keeps_rope_scaling`` false takes theta
+    alone: for a drafter that will be served no further than the target's length before scaling.
 
     Raises: ConfigError on layer ids that the target does not have, or that are not increasing.
     """
@@ -141,17 +109,21 @@ def cold_shape(
         )
     if not 0 <= mask_token_id < raw["vocab_size"]:
         raise ConfigError(f"drafter.mask_token_id = {mask_token_id} is outside the vocabulary of {raw['vocab_size']}")
+    width = intermediate_size or raw.get("intermediate_size")
+    if width is None:
+        raise ConfigError("the target's config.json has no intermediate_size: set drafter.intermediate_size")
     heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     return DrafterShape(
         hidden_size=raw["hidden_size"],
-        intermediate_size=intermediate_size or raw["intermediate_size"],
+        intermediate_size=width,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=head_dim,
         vocab_size=raw["vocab_size"],
         rms_norm_eps=raw["rms_norm_eps"],
-        rope=Rope(theta=_rope_theta(raw), rotary_dim=raw.get("head_dim") or raw["hidden_size"] // heads),
+        rope=_cold_rope(target, head_dim, keeps_rope_scaling),
         layers=(LayerAttention(),) * num_layers,
         max_position_embeddings=raw["max_position_embeddings"],
         block_size=block_size,
@@ -159,53 +131,71 @@ def cold_shape(
         target_layer_ids=ids,
         num_target_layers=target.num_layers,
         target_hidden_size=raw["hidden_size"],
+        logit_scale=target.logit_scale,
     )
 
 
-def shape_of(config: dict[str, Any], *, where: str) -> DrafterShape:
-    """The shape that a z-lab config.json describes.
+def _cold_rope(target: TargetShape, head_dim: int, keeps_scaling: bool) -> Rope:
+    config = {
+        "rope_theta": target.rope_theta,
+        "rope_parameters": scaling_of_target(target.raw) if keeps_scaling else {},
+        "max_position_embeddings": target.raw["max_position_embeddings"],
+    }
+    return rope_of(config, head_dim=head_dim, where="the target's config.json")
 
-    Raises: ConfigError for anything this trainer would run differently from vLLM: another architecture,
-    sliding or causal layers, scaled or partial rope, quantisation, another block layout.
+
+def shape_of(config: dict[str, Any], *, where: str, has_mask_embedding: bool = False) -> DrafterShape:
+    """The shape that a z-lab config.json describes; mask_embedding.pt beside it is no part of that.
+
+    Raises: ConfigError for anything that vLLM would not run, or that this trainer would run differently from it.
     """
     _refuse_unsupported(config, where)
     dflash = config["dflash_config"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return DrafterShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         num_hidden_layers=config["num_hidden_layers"],
         num_attention_heads=config["num_attention_heads"],
         num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        head_dim=head_dim,
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
-        rope=Rope(
-            theta=_rope_theta(config),
-            rotary_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        ),
-        layers=(LayerAttention(),) * config["num_hidden_layers"],
+        rope=rope_of(config, head_dim=head_dim, where=where),
+        layers=layers_of(config, where=where),
         max_position_embeddings=config["max_position_embeddings"],
         block_size=config["block_size"],
         mask_token_id=dflash["mask_token_id"],
         target_layer_ids=tuple(dflash["target_layer_ids"]),
         num_target_layers=config["num_target_layers"],
         target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+        has_attention_bias=bool(config.get("attention_bias")),
+        has_attention_sinks=bool(dflash.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))),
+        value_scale=dflash.get("attention_value_scale"),
+        logit_scale=float(config.get("logit_scale", 1.0)),
+        has_mask_embedding=has_mask_embedding,
     )
 
 
 def config_of(shape: DrafterShape) -> dict[str, Any]:
-    """The config.json of a new drafter, every key that changes its meaning written out."""
+    """The config.json of a new drafter, every key that changes its meaning written out; bf16, nothing quantised.
+
+    Raises: ConfigError on layers that no config.json can describe.
+    """
+    layers, dflash = layer_settings(shape.layers)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
-        "attention_bias": False,
+        "attention_bias": shape.has_attention_bias,
         "attention_dropout": 0.0,
         "block_size": shape.block_size,
         "dflash_config": {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
-            "causal": False,
+            "attention_sink_bias": shape.has_attention_sinks,
             "predicts_from_slot0": False,
+            **dflash,
+            **({} if shape.value_scale is None else {"attention_value_scale": shape.value_scale}),
         },
         "dtype": "bfloat16",
         "head_dim": shape.head_dim,
@@ -213,7 +203,7 @@ def config_of(shape: DrafterShape) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": shape.intermediate_size,
-        "layer_types": ["full_attention"] * shape.num_hidden_layers,
+        "logit_scale": shape.logit_scale,
         "max_position_embeddings": shape.max_position_embeddings,
         "max_window_layers": shape.num_hidden_layers,
         "num_attention_heads": shape.num_attention_heads,
@@ -221,29 +211,17 @@ def config_of(shape: DrafterShape) -> dict[str, Any]:
         "num_key_value_heads": shape.num_key_value_heads,
         "num_target_layers": shape.num_target_layers,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta},
-        "rope_theta": shape.rope.theta,
-        "sliding_window": None,
+        "target_hidden_size": shape.target_hidden_size,
         "tie_word_embeddings": False,
-        "use_sliding_window": False,
         "vocab_size": shape.vocab_size,
+        **layers,
+        **rope_settings(shape.rope, head_dim=shape.head_dim),
     }
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    theta, nested = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None and nested is not None and float(theta) != float(nested):
-        raise ConfigError(f"config.json: rope_theta = {theta}, but rope_parameters.rope_theta = {nested}; keep one")
-    theta = theta or nested
-    if theta is None:
-        raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta: write it out")
-    return float(theta)
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     dflash = config.get("dflash_config") or {}
     layer_ids = list(dflash.get("target_layer_ids") or [])
-    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     absent = [name for name in _NEEDED if config.get(name) is None]
     found = {
         f"architectures = {config.get('architectures')}": config.get("architectures") != [ARCHITECTURE],
@@ -252,18 +230,23 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
         # vLLM sorts the layers that it captures, so fc would read permuted states
         f"unsorted or repeated target_layer_ids {layer_ids}": layer_ids != sorted(set(layer_ids)),
         "no dflash_config.mask_token_id": dflash.get("mask_token_id") is None,
-        "no block_size": not config.get("block_size"),
-        "sliding or mixed layers": set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}
-        or bool(dflash.get("use_swa")),
-        "causal blocks": bool(dflash.get("causal")) or bool(config.get("is_causal")),
-        "attention biases": bool(config.get("attention_bias")),
-        f"rope {rope}": rope.get("rope_type", rope.get("type", "default")) != "default"
-        or float(config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0
-        or config.get("is_neox_style") is False,
-        "quantisation": config.get("quantization_config") is not None,
-        "a block layout that predicts from slot 0": bool(dflash.get("predicts_from_slot0")),
-        "its own vocabulary": config.get("draft_vocab_size") not in (None, config.get("vocab_size")),
+        "a drafter that reads no target states": any(
+            holder.get("use_aux_hidden_state") is False for holder in (config, dflash)
+        ),
+        "an eagle_config beside dflash_config": bool(config.get("eagle_config")),
+        "quantisation (export the drafter in bf16)": bool(
+            config.get("quantization_config") or config.get("compression_config")
+        ),
+        "a block layout that predicts from slot 0": bool(
+            dflash.get("predicts_from_slot0") or dflash.get("sample_from_anchor") or config.get("sample_from_anchor")
+        ),
+        "its own vocabulary (its head would be its own, too, and the target's is what is trained against)": config.get(
+            "draft_vocab_size"
+        )
+        not in (None, config.get("vocab_size")),
+        "its own head (export it without, so that vLLM shares the target's)": bool(config.get("has_own_lm_head")),
         f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
+        "a logit_scale that is not positive": not config.get("logit_scale", 1.0) > 0,
     }
     wrong = [reason for reason, is_wrong in found.items() if is_wrong]
     if wrong:

@@ -66,7 +66,8 @@ def general_states(config: Config, layers: Sequence[int], *, engines: Engines) -
 
 def layers_of(config: Config) -> tuple[int, ...]:
     """The target's layers that a new drafter reads."""
-    from drafter.shape import read_target_shape, spread_layers
+    from drafter.families import read_target_shape
+    from drafter.shape import spread_layers
 
     return config.drafter.target_layer_ids or spread_layers(read_target_shape(config.target.model).num_layers)
 
