@@ -1,15 +1,13 @@
 """Muon for the matrices, AdamW for everything else, and the learning rate as a function of the step alone."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-# Quintic Newton-Schulz coefficients that send singular values in (0, 1] to about 1.
-# Source: Muon (Keller Jordan, 2024), as in torch.optim.Muon.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
+from drafter.muon import Muon
+from drafter.processes import placed_as, rank_and_world, whole
 
 
 def learning_rate_scale(step: int, num_steps: int, warmup_share: float) -> float:
@@ -21,77 +19,69 @@ def learning_rate_scale(step: int, num_steps: int, warmup_share: float) -> float
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def orthogonalize(matrices: Tensor, num_iterations: int = 5) -> Tensor:  # [S, m, n] -> [S, m, n]
-    """The nearest semi-orthogonal matrices, roughly: every singular value near 1.
-
-    Computed in the given dtype: torch.optim.Muon always takes bfloat16, which CPUs without bfloat16
-    arithmetic run a hundred times slower than float32. Equal shapes are one batched product.
-    """
-    a, b, c = _QUINTIC
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(num_iterations):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, with steps of AdamW's root-mean-square size.
-
-    Source: Muon is scalable, arXiv 2502.16982 (the 0.2 * sqrt(max(m, n)) scale, so that learning rates of
-    AdamW carry over).
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], *, learning_rate: float, momentum: float = 0.95):
-        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every matrix that has a gradient."""
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                buffer = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                by_shape[parameter.shape].append((parameter, parameter.grad.lerp(buffer, group["momentum"])))
-            for shape, pairs in by_shape.items():
-                updates = orthogonalize(torch.stack([update for _, update in pairs]))
-                scale = 0.2 * max(shape) ** 0.5
-                for (parameter, _), update in zip(pairs, updates, strict=True):
-                    parameter.add_(update, alpha=-group["lr"] * scale)
-
-
 class Optimizer:
     """The optimisers of one drafter under one schedule."""
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], *, kind: str, learning_rate: float):
-        matrices, others = [], []
-        for _, parameter in named:
-            (matrices if parameter.dim() == 2 and kind == "muon" else others).append(parameter)
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        kind: str,
+        learning_rate: float,
+        compute: torch.dtype = torch.float32,
+    ):
+        """``compute`` is what Muon multiplies matrices in (drafter/precision.py); every state has its parameter's."""
+        named = list(named)
+        is_matrix = {name: kind == "muon" and parameter.dim() == 2 for name, parameter in named}
+        others = [parameter for name, parameter in named if not is_matrix[name]]
+        adamw = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.parts: list[torch.optim.Optimizer] = [adamw]
+        if any(is_matrix.values()):
+            matrices = [parameter for name, parameter in named if is_matrix[name]]
+            self.parts.append(Muon(matrices, learning_rate=learning_rate, compute=compute))
         self.learning_rate = learning_rate
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        ]
-        if matrices:
-            self.parts.append(Muon(matrices, learning_rate=learning_rate))
+        self._owners = {name: (self.parts[is_matrix[name]], parameter) for name, parameter in named}
 
     def step(self, scale: float) -> None:
-        """One update at ``scale`` times the learning rate; clears the gradients."""
+        """One update at ``scale`` times the learning rate; uses the gradients up. Every process takes part."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = self.learning_rate * scale
             part.step()
             part.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> list[dict]:
-        """Everything that a resumed run needs."""
-        return [part.state_dict() for part in self.parts]
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter and state, whole, in the first process; nothing in the others. Every process must ask."""
+        state = {
+            name: {key: whole(value) for key, value in part.state[parameter].items()}
+            for name, (part, parameter) in self._owners.items()
+        }
+        return state if rank_and_world()[0] == 0 else {}
 
-    def load_state_dict(self, state: list[dict]) -> None:
-        """Continue where this state was saved."""
-        for part, saved in zip(self.parts, state, strict=True):
-            part.load_state_dict(saved)
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue where this whole state, which every process has, was saved.
+
+        Raises: ValueError when it is not one of such an optimiser of these parameters; nothing is changed then.
+        """
+        if state.keys() != self._owners.keys():
+            raise ValueError(f"states of {sorted(state.keys() ^ self._owners.keys())} are on one side alone")
+        found = {}
+        for name, (part, parameter) in self._owners.items():
+            if state[name] and state[name].keys() != _STATES[type(part)]:
+                raise ValueError(
+                    f"{name}: {sorted(state[name])}, {type(part).__name__} has {sorted(_STATES[type(part)])}"
+                )
+            found[name] = {key: _as_state_of(parameter, name, value) for key, value in state[name].items()}
+        for name, (part, parameter) in self._owners.items():
+            part.state[parameter] = found[name]
+
+
+_STATES = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}, Muon: {"momentum"}}
+
+
+def _as_state_of(parameter: Tensor, name: str, value: Tensor) -> Tensor:
+    if value.dim() == 0:  # AdamW's count of steps
+        return value.to(parameter.device)
+    if value.shape != parameter.shape:
+        raise ValueError(f"{name}: a state of shape {list(value.shape)}, the parameter has {list(parameter.shape)}")
+    return placed_as(value, parameter).clone()

@@ -1,10 +1,25 @@
-"""Processes that train together: who is who, and sums and meetings that every one of them takes part in."""
+"""Processes that train together: who is who, what each holds of the drafter, and what all of them take part in.
 
-from collections.abc import Iterable
+Under ddp every process holds the whole drafter; under fsdp (FSDP2) each holds a slice of the rows of every parameter,
+gradient and optimiser state. What is saved is always whole, so that a run may go on with other processes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from drafter.model import Drafter
+from pipeline.config import TrainConfig
+
+# Gradients are summed over processes in buckets: one collective for a small drafter, bounded copies for a large one.
+_BUCKET_BYTES = 256 << 20
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -18,16 +33,119 @@ def meet() -> None:
         dist.barrier()
 
 
+def agreed(value: Any) -> Any:
+    """The first process's value, for a decision that all must take alike, as when it leads to a collective."""
+    if rank_and_world()[1] == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def prepare(drafter: Drafter, config: TrainConfig) -> Drafter:
+    """The drafter, made ready in place to be trained as configured; its parameters' names stay what they are.
+
+    Under fsdp its parameters are sharded masters in their own precision, and gathered in it too: a gather in bfloat16
+    would be half the bytes, but round the norms' gains as well, and the results would depend on ``parallel``.
+    """
+    for layer in drafter.layers:
+        if config.activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if config.compile:
+            layer.compile(dynamic=True)  # every pass has its own number of tokens
+    if config.parallel == "fsdp" and rank_and_world()[1] > 1:
+        device = next(drafter.parameters()).device.type
+        mesh = dist.init_device_mesh(device, (rank_and_world()[1],))
+        for part in (*drafter.layers, drafter):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            # Each process's loss is divided by the whole step's weight already: gradients add up.
+            part.set_gradient_divide_factor(1.0)
+    return drafter
+
+
 def sum_gradients(parameters: Iterable[Tensor], measured: Tensor) -> Tensor:  # [M] -> [M]
-    """Make every process's gradients those of the whole step; returns what was measured, summed over processes."""
+    """Make every process's gradients those of the whole step; returns what was measured, summed over processes.
+
+    A process without a block adds zeros. Sharded gradients are summed already, in the backward pass.
+    """
     if rank_and_world()[1] == 1:
         return measured
-    # A process without a block adds zeros. One collective a step: its cost is the waiting, not the bytes.
     parameters = list(parameters)
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([*(g.flatten() for g in gradients), measured.to(parameters[0])])
-    dist.all_reduce(flat)
-    *summed, totals = flat.split([*(p.numel() for p in parameters), len(measured)])
-    for parameter, gradient in zip(parameters, summed, strict=True):
-        parameter.grad = gradient.view_as(parameter)
-    return totals
+    measured = measured.to(parameters[0].device)
+    for some in _buckets([p for p in parameters if not isinstance(p, DTensor)]):
+        # One collective for most drafters, what was measured included: its cost is the waiting, not the bytes.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+        rides = measured if some[0] is parameters[0] else measured[:0]
+        flat = torch.cat([*(g.flatten() for g in gradients), rides.to(some[0].dtype)])
+        dist.all_reduce(flat)
+        *summed, totals = flat.split([*(p.numel() for p in some), len(rides)])
+        for parameter, gradient in zip(some, summed, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        if len(rides):
+            measured = totals.to(measured.dtype)
+    if isinstance(parameters[0], DTensor):
+        dist.all_reduce(measured)
+    return measured
+
+
+def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # -> []
+    """The norm of the whole gradient, which is scaled down to ``max_norm`` where it is above; equal everywhere."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in with_gradient]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if any(isinstance(p, DTensor) for p in with_gradient):
+        squared = norm**2
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
+    if norm > max_norm:  # not a number is not above: the caller looks at it
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+    return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded. Every process must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, that every process has, as ``like`` is: on its device, and sharded where it is."""
+    tensor = tensor.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor
+
+
+def whole_state(drafter: Drafter) -> dict[str, Tensor]:
+    """Every whole parameter by name, in the first process; nothing in the others. Every process must ask."""
+    state = {name: whole(parameter.detach()) for name, parameter in drafter.named_parameters()}
+    return state if rank_and_world()[0] == 0 else {}
+
+
+@torch.no_grad()
+def load_whole_state(drafter: Drafter, state: Mapping[str, Tensor]) -> None:
+    """Give the drafter these whole parameters, which every process has.
+
+    Raises: KeyError or RuntimeError when they are another drafter's.
+    """
+    parameters = dict(drafter.named_parameters())
+    if parameters.keys() != state.keys():
+        raise KeyError(f"parameters {sorted(parameters.keys() ^ state.keys())} are on one side alone")
+    for name, parameter in parameters.items():
+        local(parameter).copy_(local(placed_as(state[name], parameter)))
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.nbytes for p in some) + parameter.nbytes > _BUCKET_BYTES:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some

@@ -3,13 +3,16 @@
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from drafter.model import Drafter
 from drafter.optim import Optimizer
+from drafter.processes import load_whole_state, meet, rank_and_world, whole_state
 from pipeline.artifacts import publish
+from pipeline.errors import StageError
 from pipeline.shards import fsync_file
 
 logger = logging.getLogger("slipstream")
@@ -25,46 +28,69 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     """Walk of the best step so far: its counts, and "step"."""
+    num_empty: int = 0
+    """Steps that had no block."""
+    fed: dict[str, Any] = field(default_factory=dict)
+    """What the feed goes on from (``Feed.state``)."""
 
 
 def save(folder: Path, drafter: Drafter, optimizer: Optimizer, progress: Progress) -> None:
-    """Make this step durable: from here on a killed run goes on from it."""
+    """Make this step durable: from here on a killed run goes on from it. Every process takes part, the first writes."""
     state = {
-        "drafter": drafter.state_dict(),
+        "drafter": whole_state(drafter),
         "optimizer": optimizer.state_dict(),
-        "progress": {"step": progress.step, "curve": progress.curve, "best": progress.best},
+        "progress": vars(progress),
     }
-    _save_torch(folder / RESUME, state)
+    if rank_and_world()[0] == 0:
+        _save_torch(folder / RESUME, state)
 
 
 def save_best(folder: Path, drafter: Drafter) -> None:
-    """Keep these weights as the best so far."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_torch(folder / BEST, drafter.state_dict())
+    """Keep these weights as the best so far. Every process takes part, the first writes."""
+    state = whole_state(drafter)
+    if rank_and_world()[0] == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _save_torch(folder / BEST, state)
 
 
 def load_best(folder: Path, drafter: Drafter) -> None:
     """Give the drafter the best weights."""
-    drafter.load_state_dict(torch.load(folder / BEST, weights_only=True))
+    load_whole_state(drafter, _load_torch(folder / BEST))
 
 
 def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
-    """The progress of the last checkpoint, drafter and optimiser set to it; step 0 where there is none."""
+    """The progress of the last checkpoint, drafter and optimiser set to it; step 0 where there is none.
+
+    The checkpoint may be of a run with other processes. Every one of them reads it, and takes what is its own.
+
+    Raises: StageError when the file cannot be read, or is another drafter's.
+    """
     path = folder / RESUME
     if not path.exists():
+        meet()
         return Progress()
-    state = torch.load(path, weights_only=True)
-    drafter.load_state_dict(state["drafter"])
-    optimizer.load_state_dict(state["optimizer"])
-    progress = Progress(**state["progress"])
+    state = _load_torch(path)
+    try:
+        load_whole_state(drafter, state["drafter"])
+        progress = Progress(**state["progress"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise StageError(f"{path}: not a checkpoint of this run ({error}); remove {folder} to train anew")
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except (KeyError, ValueError) as error:
+        logger.warning(
+            "train: %s has no state of this optimiser (%s): its momenta begin at nothing, weights and learning rate "
+            "go on at step %d", path, error, progress.step,
+        )  # fmt: skip
     logger.info("train: resumed at step %d", progress.step)
+    meet()  # before the first of them writes the next one
     return progress
 
 
 def saved_step(folder: Path) -> int:
     """The step of the last checkpoint."""
     path = folder / RESUME
-    return torch.load(path, weights_only=True, mmap=True)["progress"]["step"] if path.exists() else 0
+    return _load_torch(path)["progress"]["step"] if path.exists() else 0
 
 
 def remove(folder: Path) -> None:
@@ -78,3 +104,11 @@ def _save_torch(path: Path, value: Any) -> None:
     torch.save(value, temporary)
     fsync_file(temporary)
     publish(temporary, path)
+
+
+def _load_torch(path: Path) -> Any:
+    """What was saved there, its tensors mapped. Raises: StageError when it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        raise StageError(f"{path}: cannot be read ({error}); remove {path.parent} to train anew")
