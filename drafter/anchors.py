@@ -25,3 +25,8 @@ def draw_anchors(num_prompt_tokens: int, num_tokens: int, block_size: int, limit
         return legal
     chosen = torch.randperm(len(legal), generator=torch.Generator().manual_seed(seed))[:limit]
     return legal[chosen.sort().values]
+
+
+def anchor_seed(seed: int, epoch: int, row: int) -> int:
+    """What a row's anchors are drawn by: anew each epoch, and for each row."""
+    return (seed * 1_000_003 + epoch) * 1_000_003 + row

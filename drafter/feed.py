@@ -1,11 +1,15 @@
 """What the training loop is fed with: the rows and anchors of each step, from wherever their states are."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from drafter.anchors import anchor_seed, draw_anchors
 from drafter.dataset import CachedRow, shard_sizes, staging_of, window_rows
+from drafter.deal import Deal
+from drafter.on_policy import VisitTable
 from drafter.order import Order
 from pipeline.config import TrainConfig
 
@@ -22,8 +26,17 @@ class Feed(Protocol):
     def replies(self) -> Iterator[Tensor]:
         """The token ids of every reply that is trained on, int64 [n] each."""
 
-    def rows_of(self, step: int) -> list[tuple[CachedRow, Tensor]]:
-        """All processes' rows of a step and the anchors in them, int64 [m]; m may be 0."""
+    def rows_of(self, step: int) -> list[Deal]:
+        """All processes' rows of a step, each with at least one anchor."""
+
+    def learn(self, accepted: Sequence[Tensor]) -> None:
+        """Be told the accepted drafts at each anchor, int64 [m], of each deal of the last ``rows_of``."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must give back to ``restore`` to be fed as if it had never stopped."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state``."""
 
     def wants_checkpoint(self, step: int) -> bool:
         """Whether the states of the first ``step`` steps had better be given up now."""
@@ -34,32 +47,90 @@ class Feed(Protocol):
     def figures(self) -> dict[str, float]:
         """What to put beside a measurement of the curve."""
 
-    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """How many rows were trained on, and the records of those that were rejected on the way."""
+    def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """How many rows the first ``num_steps`` steps had, and the records of those that were rejected on the way."""
+
+
+class Dealer:
+    """The rows of one cache, dealt one after the other, shuffled anew each epoch, each with its anchors."""
+
+    def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int):
+        self.rows = rows
+        self._config, self._block_size = config, block_size
+        self._order = Order(len(rows), 1, config.seed, shards=shard_sizes(rows), window=window_rows(rows))
+        self._visits = VisitTable.of(rows, block_size) if config.anchors == "on_policy" else None
+        self._dealt: list[tuple[int, Tensor]] = []
+
+    def deal(self, places: range, *, ahead: range = range(0)) -> list[Deal]:
+        """The rows at these places of the run's sequence; the files of those ``ahead`` are fetched meanwhile."""
+        if staging := staging_of(self.rows):
+            staging.ahead(self.rows[row].states.name for _, row in self._order.dealt(ahead))
+        picks = self._order.dealt(places)
+        drawn = zip(picks, self._draw(picks), strict=True)
+        self._dealt = [(row, anchors) for (_, row), anchors in drawn if len(anchors)]
+        return [Deal(self.rows[row], anchors, self._weight(row)) for row, anchors in self._dealt]
+
+    def learn(self, accepted: Sequence[Tensor]) -> None:
+        """As ``Feed.learn``, of the last ``deal``."""
+        if self._visits is not None:
+            for (row, anchors), found in zip(self._dealt, accepted, strict=True):
+                self._visits.learn(row, anchors, found)
+
+    def state(self) -> dict[str, Tensor]:
+        """As ``Feed.state``."""
+        return self._visits.state() if self._visits is not None else {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """As ``Feed.restore``."""
+        if self._visits is not None and state:
+            self._visits.restore(state)
+
+    def _draw(self, picks: Sequence[tuple[int, int]]) -> list[Tensor]:
+        limit = self._config.anchors_per_row
+        seeds = [anchor_seed(self._config.seed, epoch, row) for epoch, row in picks]
+        if self._visits is not None:
+            rows = [row for _, row in picks]
+            return self._visits.draw(rows, seeds, limit=limit, uniform_share=self._config.uniform_share)
+        return [
+            draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, limit, seed=seed)
+            for row, seed in zip((self.rows[row] for _, row in picks), seeds, strict=True)
+        ]
+
+    def _weight(self, row: int) -> float:
+        return row_weight(self.rows[row], self._config)
 
 
 class CachedFeed:
-    """Rows of a cache, shuffled anew each epoch, for as many steps as are asked for."""
+    """Rows of a cache, shuffled anew each epoch, for as many steps as are asked for.
 
-    def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int):
+    With ``leaves_room`` each step has fewer of them, by the share of replayed rows (drafter/mixed_feed.py).
+    """
+
+    def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int, leaves_room: bool = False):
         self.num_steps = config.steps
-        self._rows, self._limit, self._block_size = rows, config.anchors_per_row, block_size
-        self._order = Order(
-            len(rows), rows_per_step(config), config.seed, shards=shard_sizes(rows), window=window_rows(rows)
-        )
+        self._config, self._leaves_room = config, leaves_room
+        self._dealer = Dealer(rows, config, block_size=block_size)
 
     def replies(self) -> Iterator[Tensor]:
         """The reply of each row."""
-        return (row.ids[row.num_prompt_tokens :] for row in self._rows)
+        return replies_of(self._dealer.rows)
 
-    def rows_of(self, step: int) -> list[tuple[CachedRow, Tensor]]:
+    def rows_of(self, step: int) -> list[Deal]:
         """The rows that the order deals to this step."""
-        if staging := staging_of(self._rows):
-            soon = (self._order.rows_of(step + ahead) for ahead in range(1, STEPS_AHEAD + 1))
-            staging.ahead(self._rows[row].states.name for picks in soon for _, row in picks)
-        picks = self._order.rows_of(step)
-        anchors = self._order.anchors_of(self._rows, picks, limit=self._limit, block_size=self._block_size)
-        return [(self._rows[row], drawn) for (_, row), drawn in zip(picks, anchors, strict=True)]
+        first, end = self._first_of(step), self._first_of(step + 1)
+        return self._dealer.deal(range(first, end), ahead=range(end, self._first_of(step + 1 + STEPS_AHEAD)))
+
+    def learn(self, accepted: Sequence[Tensor]) -> None:
+        """On-policy anchors are drawn by it."""
+        self._dealer.learn(accepted)
+
+    def state(self) -> dict[str, Any]:
+        """What was accepted so far."""
+        return self._dealer.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._dealer.restore(state)
 
     def wants_checkpoint(self, step: int) -> bool:
         """Never: the cache stays."""
@@ -72,11 +143,31 @@ class CachedFeed:
         """None."""
         return {}
 
-    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """All rows: capture has rejected and counted the others."""
-        return len(self._rows), []
+    def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """All rows, or those that were dealt where that is fewer: capture has rejected and counted the others."""
+        return min(len(self._dealer.rows), self._first_of(num_steps)), []
+
+    def _first_of(self, step: int) -> int:
+        """The place of a step's first row in the run's sequence."""
+        replayed = replayed_before(step, self._config) if self._leaves_room else 0
+        return step * rows_per_step(self._config) - replayed
 
 
 def rows_per_step(config: TrainConfig) -> int:
     """Rows that make up a step's blocks."""
     return max(1, config.blocks_per_step // config.anchors_per_row)
+
+
+def replayed_before(step: int, config: TrainConfig) -> int:
+    """Replay rows in all steps before this one: the share exactly, in whole rows, spread evenly."""
+    return int(step * rows_per_step(config) * Fraction(str(config.replay_share)))
+
+
+def row_weight(row: CachedRow, config: TrainConfig) -> float:
+    """How much each of a row's blocks counts: as often as it was served, within the cap."""
+    return float(min(row.weight, config.max_row_weight))
+
+
+def replies_of(rows: Sequence[CachedRow]) -> Iterator[Tensor]:
+    """The token ids of each row's reply, int64 [n]."""
+    return (row.ids[row.num_prompt_tokens :] for row in rows)

@@ -1,111 +1,136 @@
 """The training loop: steps, measurements and checkpoints, alone or in several processes."""
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from drafter.dataset import CachedRow
+from drafter.deal import Deal
 from drafter.feed import Feed
 from drafter.frozen import FrozenTarget
+from drafter.loss import SlotWeights
+from drafter.measurement import Pace, Validation, Walks, has_stalled, measure
 from drafter.model import Drafter
 from drafter.optim import Optimizer, learning_rate_scale
-from drafter.processes import rank_and_world, sum_gradients
-from drafter.resume import Progress, resume, save, save_best
-from drafter.step import backward, slot_weights_of
-from drafter.vocabulary import Vocabulary
-from drafter.walk import walk
+from drafter.processes import clip, prepare, rank_and_world, sum_gradients
+from drafter.resume import Progress, resume, save
+from drafter.step import backward, passes_of, slot_weights_of
+from drafter.vocabulary import Candidates, Vocabulary
 from pipeline.config import TrainConfig
 from pipeline.errors import StageError
 
 logger = logging.getLogger("slipstream")
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a step's blocks taught, of all processes."""
+
+    loss: float  # the weighted mean over blocks
+    hits: list[float]  # [K], the share of blocks whose slot was right
+    accepted: list[Tensor]  # for each deal int64 [m]
+
+
 def train_loop(
     drafter: Drafter,
     frozen: FrozenTarget,
     feed: Feed,
-    validation: Sequence[CachedRow],
+    validation: Validation,
     config: TrainConfig,
     folder: Path,
+    *,
+    check_start: Callable[[Walks], None] = lambda walks: None,
 ) -> Progress:
     """Train through the feed's steps, from ``folder``'s last checkpoint if there is one; best.pt holds the best step.
 
-    Under torch.distributed each process takes its share of every step's rows; all see the same step count,
-    since a process without a block still adds its zero gradient.
+    Under torch.distributed each process takes its share of every step's rows; all see the same step count, since a
+    process without a block still adds its zero gradient, and a step without any block is skipped by all of them.
+    ``check_start`` sees the walks of step 0, and stops a run that must not begin.
 
-    Raises: StageError when a gradient is not finite.
+    Raises: StageError when a gradient is not finite; what ``check_start`` raises.
     """
-    rank, world = rank_and_world()
+    rank, _ = rank_and_world()
+    drafter = prepare(drafter, config)
     optimizer = Optimizer(drafter.named_parameters(), kind=config.optimizer, learning_rate=config.learning_rate)
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
     vocabulary = Vocabulary(
         frozen.head, num_sampled=config.sampled_vocabulary, occurring=feed.replies(), seed=config.seed
     )
     progress = resume(folder, drafter, optimizer)
+    feed.restore(progress.fed)
     feed.covered(progress.step)
     if progress.best is None:
-        _measure(progress, drafter, frozen, validation, folder, {"step": 0.0})
-    started, first_step = time.monotonic(), progress.step
-    while progress.step < feed.num_steps:
-        rows = [(row, anchors) for row, anchors in feed.rows_of(progress.step) if len(anchors)]
-        num_blocks = sum(len(anchors) for _, anchors in rows)
-        candidates = vocabulary.at(progress.step)
-        share = rows[rank::world]
-        loss, hits = backward(drafter, frozen, share, slot_weights, normalizer=num_blocks, candidates=candidates)
-        del rows, share  # a feed may give up their states at the checkpoint below
-        loss, *hits = sum_gradients(drafter.parameters(), torch.tensor([loss, *hits.tolist()])).tolist()
-        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.grad_clip)
-        if not torch.isfinite(norm):
-            raise StageError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
+        check_start(measure(progress, drafter, frozen, validation, folder, {"step": 0.0}))
+    pace = Pace(progress.step, feed.num_steps)
+    while progress.step < feed.num_steps and not has_stalled(progress, config.patience):
+        deals = feed.rows_of(progress.step)
+        pace.add(deals)
         scale = learning_rate_scale(progress.step, feed.num_steps, config.warmup_share)
-        optimizer.step(scale)
+        point = {"learning_rate": config.learning_rate * scale}
+        if deals:
+            learned = _learn(drafter, frozen, deals, slot_weights, vocabulary.at(progress.step), config)
+            norm = clip(drafter.parameters(), config.grad_clip)
+            if not torch.isfinite(norm):
+                raise StageError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
+            optimizer.step(scale)
+            feed.learn(learned.accepted)
+            accuracies = {f"slot{k + 1}_accuracy": hits for k, hits in enumerate(learned.hits)}
+            point |= {"loss": learned.loss, **accuracies, "gradient_norm": float(norm)}
+        else:
+            progress.num_empty += 1
+        del deals  # a feed may give up their states at the checkpoint below
         progress.step += 1
         is_measured = progress.step % config.checkpoint_every == 0 or progress.step == feed.num_steps
         if is_measured:
-            per_step = (time.monotonic() - started) / (progress.step - first_step)
-            point = {
-                "step": float(progress.step),
-                "loss": loss,
-                "slot1_accuracy": hits[0] / max(1, num_blocks),
-                "learning_rate": config.learning_rate * scale,
-                "blocks_per_s": num_blocks / per_step,
-                "remaining_s": per_step * (feed.num_steps - progress.step),
-            }
-            _measure(progress, drafter, frozen, validation, folder, point | feed.figures())
+            point |= {"step": float(progress.step), **pace.figures(progress.step), **feed.figures()}
+            measure(progress, drafter, frozen, validation, folder, point)
         if is_measured or feed.wants_checkpoint(progress.step):
-            if rank == 0:
-                save(folder, drafter, optimizer, progress)
+            progress.fed = feed.state()
+            save(folder, drafter, optimizer, progress)
             feed.covered(progress.step)
+        if is_measured:
+            pace.go_on()
+    if rank == 0 and progress.step < feed.num_steps:
+        logger.info(
+            "train: stopped at step %d of %d: %d measurements did not raise the walk acceptance of step %d",
+            progress.step, feed.num_steps, config.patience, progress.best["step"],
+        )  # fmt: skip
     return progress
 
 
-def _measure(
-    progress: Progress,
+def _learn(
     drafter: Drafter,
     frozen: FrozenTarget,
-    validation: Sequence[CachedRow],
-    folder: Path,
-    point: dict[str, float],
-) -> None:
-    """Walk the validation rows; the best weights so far are kept."""
-    counts, _ = walk(drafter, frozen, validation)
-    point = {**point, "walk_acceptance_length": counts.acceptance_length}
-    progress.curve.append(point)
-    is_best = progress.best is None or counts.acceptance_length > progress.best["acceptance_length"]
-    if is_best:
-        progress.best = {**counts.as_dict(), "step": progress.step}
-    if rank_and_world()[0] != 0:
-        return
-    if is_best:
-        save_best(folder, drafter)
-    logger.info(
-        "train: step %d  loss %s  walk acceptance %.3f  %.0f blocks/s  %.0f s left",
-        progress.step,
-        f"{point['loss']:.3f}" if "loss" in point else "-",
-        counts.acceptance_length,
-        point.get("blocks_per_s", 0),
-        point.get("remaining_s", 0),
+    deals: Sequence[Deal],
+    slot_weights: SlotWeights,
+    candidates: Candidates,
+    config: TrainConfig,
+) -> Learned:
+    """The whole step's gradient in every process, from each one's share of the deals."""
+    rank, world = rank_and_world()
+    result = backward(
+        drafter,
+        frozen,
+        deals[rank::world],
+        slot_weights,
+        normalizer=sum(deal.total_weight for deal in deals),
+        candidates=candidates,
+        tokens_per_pass=config.tokens_per_pass,
+        num_passes=_num_passes(deals, world, config),
     )
+    accepted = [torch.zeros(len(deal.anchors)) for deal in deals]
+    accepted[rank::world] = [found.float().cpu() for found in result.accepted]
+    K, sizes = len(result.hits), [len(found) for found in accepted]
+    measured = torch.cat([torch.tensor([result.loss]), result.hits.float().cpu(), *accepted])
+    loss, hits, found = sum_gradients(drafter.parameters(), measured).cpu().split([1, K, sum(sizes)])
+    return Learned(float(loss), (hits / sum(sizes)).tolist(), [one.round().long() for one in found.split(sizes)])
+
+
+def _num_passes(deals: Sequence[Deal], world: int, config: TrainConfig) -> int | None:
+    """How often each process goes forward and backward; None where that is its own affair."""
+    if config.parallel != "fsdp" or world == 1:
+        return None
+    return max(len(passes_of(deals[rank::world], config.tokens_per_pass)) for rank in range(world))

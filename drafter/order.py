@@ -7,9 +7,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from drafter.anchors import draw_anchors
-from drafter.dataset import CachedRow
-
 WINDOW_ROWS = 4096
 
 
@@ -36,25 +33,13 @@ class Order:
 
     def rows_of(self, step: int) -> list[tuple[int, int]]:
         """(epoch, row) pairs of a step; every epoch deals every row exactly once."""
-        places = range(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        return self.dealt(range(step * self.rows_per_step, (step + 1) * self.rows_per_step))
+
+    def dealt(self, places: range) -> list[tuple[int, int]]:
+        """(epoch, row) pairs of these places in the whole run's sequence of rows."""
         return [
             (place // self.num_rows, int(self._epoch(place // self.num_rows)[place % self.num_rows]))
             for place in places
-        ]
-
-    def anchors_of(
-        self, rows: Sequence[CachedRow], picks: Sequence[tuple[int, int]], *, limit: int, block_size: int
-    ) -> list[Tensor]:
-        """Anchors of each picked row, drawn anew each epoch, per document."""
-        return [
-            draw_anchors(
-                rows[row].num_prompt_tokens,
-                rows[row].num_tokens,
-                block_size,
-                limit,
-                seed=(self.seed * 1_000_003 + epoch) * 1_000_003 + row,
-            )
-            for epoch, row in picks
         ]
 
     def _epoch(self, epoch: int) -> Tensor:  # int64 [num_rows]

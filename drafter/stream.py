@@ -21,8 +21,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from drafter.anchors import draw_anchors
+from drafter.anchors import anchor_seed, draw_anchors
 from drafter.dataset import CachedRow, read_part
+from drafter.deal import Deal
+from drafter.feed import row_weight
 from drafter.processes import meet, rank_and_world
 from drafter.resume import saved_step
 from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
@@ -56,6 +58,7 @@ def fed(
     states: Artifact[HiddenStateCache],
     start: Artifact[DrafterCheckpoint] | None,
     responses: Artifact[ResponseSet],
+    replay: Sequence[Artifact[HiddenStateCache]] = (),
     *,
     engines: Engines,
 ) -> Iterator[None]:
@@ -64,7 +67,8 @@ def fed(
     The arguments are those of ``train_in``. Raises: what the engines failed with.
     """
     block_size = start.manifest.block_size if start else config.drafter.block_size
-    plan = plan_stream(config, responses, states, block_size=block_size)
+    share = config.train.replay_share if replay else 0.0
+    plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
     layer_ids = states.manifest.fingerprint.target_layer_ids
     expected = estimate(
         config,
@@ -77,7 +81,8 @@ def fed(
     remove_abandoned(config, keep=folder)
     queue = queue_of(config, folder, plan)
     queue.recover()
-    keep, present = {states.id, *current_names(config.root).values()}, sum(queue.bytes_taken().values())
+    keep = {states.id, *(cache.id for cache in replay), *current_names(config.root).values()}
+    present = sum(queue.bytes_taken().values())
     queue = replace(queue, max_bytes=_room(config, plan, keep=keep, present=present))
     work = CaptureWork(
         CachePlan(queue.folder, layer_ids, config.capture), responses.folder, responses.manifest.shards, ("train",)
@@ -144,7 +149,7 @@ class StreamFeed:
     ):
         self.num_steps = plan.num_steps
         self._plan, self._queue, self._responses, self._block_size = plan, queue, responses, block_size
-        self._anchors_per_row, self._seed = config.train.anchors_per_row, config.train.seed
+        self._settings = config.train
         self._limit = Limit("capture", config.capture.max_reject_share)
         self._window: Window | None = None
         self._rows: dict[str, CachedRow] = {}
@@ -157,13 +162,23 @@ class StreamFeed:
         """The reply of each row of the plan."""
         return replies_of(self._responses, self._plan)
 
-    def rows_of(self, step: int) -> list[tuple[CachedRow, Tensor]]:
+    def rows_of(self, step: int) -> list[Deal]:
         """The rows of a step, once they are there; those that were kept out of the cache are missing from it."""
         window = self._plan.window_of(step)
         if window is not self._window:
             self._take(window)
         planned = [row for row in window.rows_of(step) if row.row_id in self._rows]
-        return [(self._rows[row.row_id], self._anchors_of(row)) for row in planned]
+        return [self._deal_of(row) for row in planned]
+
+    def learn(self, accepted: Sequence[Tensor]) -> None:
+        """Nothing: no row is seen again, so its anchors are always drawn uniformly."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: what a step is dealt follows from the plan."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
 
     def wants_checkpoint(self, step: int) -> bool:
         """After a window's last step: its states hold the room that the window after the next one needs."""
@@ -184,11 +199,11 @@ class StreamFeed:
         """How long training has waited for states so far: back-pressure the other way round."""
         return {"waited_for_states_s": round(self._waited_s, 3)}
 
-    def outcome(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
+    def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
         """The rows that were trained on, counted, and the records of those that were not, once all is released."""
         rejects = self._queue.released().rejects
         kept_out = {reject["row_id"] for reject in rejects}
-        return sum(row.row_id not in kept_out for row in self._plan.rows()), rejects
+        return sum(row.row_id not in kept_out for row in self._plan.rows(num_steps)), rejects
 
     def _take(self, window: Window) -> None:
         """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""
@@ -216,9 +231,12 @@ class StreamFeed:
             if len(inputs[digest]) > 1
         ]
 
-    def _anchors_of(self, planned: PlannedRow) -> Tensor:
-        row, seed = self._rows[planned.row_id], self._seed * 1_000_003 * 1_000_003 + planned.number
-        return draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, self._anchors_per_row, seed=seed)
+    def _deal_of(self, planned: PlannedRow) -> Deal:
+        row, settings = self._rows[planned.row_id], self._settings
+        seed = anchor_seed(settings.seed, 0, planned.number)
+        limit = settings.anchors_per_row
+        anchors = draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, limit, seed=seed)
+        return Deal(row, anchors, row_weight(row, settings))
 
 
 def _digests(folder: Path, index: int) -> Iterator[tuple[str, str, int]]:

@@ -8,7 +8,9 @@ the seed, the budget and the rows' lengths, and nothing from time.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 import pyarrow.compute as pc
@@ -76,10 +78,10 @@ class StreamPlan:
         """The bytes of the largest window: less room than that, and training would wait for ever."""
         return max(sum(self.expected[part] for part in window.parts) for window in self.windows)
 
-    def rows(self) -> Iterator[PlannedRow]:
-        """The rows that are trained on, in order."""
+    def rows(self, num_steps: int | None = None) -> Iterator[PlannedRow]:
+        """The rows that are trained on, in order; with ``num_steps``, those of so many steps."""
         for window in self.windows:
-            for step in range(window.steps.start, min(window.steps.stop, self.num_steps)):
+            for step in range(window.steps.start, min(window.steps.stop, num_steps or self.num_steps)):
                 yield from window.rows_of(step)
 
     @cached_property
@@ -99,9 +101,16 @@ class StreamPlan:
 
 
 def plan_stream(
-    config: Config, responses: Artifact[ResponseSet], heldout: Artifact[HiddenStateCache], *, block_size: int
+    config: Config,
+    responses: Artifact[ResponseSet],
+    heldout: Artifact[HiddenStateCache],
+    *,
+    block_size: int,
+    replay_share: float = 0.0,
 ) -> StreamPlan:
     """The plan for the train rows of these responses; ``heldout`` holds the others' states.
+
+    ``replay_share`` of each step's rows are left free for replayed ones.
 
     Raises: ConfigError without a budget, or with one that the held-out rows fill; StageError when no row has room for a
     block.
@@ -116,13 +125,14 @@ def plan_stream(
         )
     seed = config.train.seed * 1_000_003
     shuffled = [list(expected)[i] for i in _permutation(len(expected), seed)]
+    streamed = rows_per_step(config.train) * (1 - Fraction(str(replay_share)))
     windows, num_steps = [], 0
     for number, together in enumerate(_gather(shuffled, expected, queue_bytes // 2)):
         if num_steps >= config.train.steps:
             break
         rows = [row for part in together for row in parts[part].rows]
         order = tuple(rows[i] for i in _permutation(len(rows), seed + 1 + number))
-        windows.append(Window(together, order, num_steps, -(-len(rows) // rows_per_step(config.train))))
+        windows.append(Window(together, order, num_steps, ceil(len(rows) / streamed)))
         num_steps += windows[-1].num_steps
     taken = [part for window in windows for part in window.parts]
     return StreamPlan(

@@ -1,46 +1,28 @@
 """Hidden states and a starting drafter → DrafterCheckpoint: from a cache, or as the states are captured (a stream)."""
 
 import json
-import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from drafter import resume
-from drafter.anchors import legal_anchors
-from drafter.checkpoint import CONFIG, WEIGHTS, cold_start, load_drafter, save_drafter
-from drafter.dataset import CachedRow, read_rows
-from drafter.feed import CachedFeed
-from drafter.frozen import FrozenTarget, read_frozen
-from drafter.loop import train_loop
-from drafter.model import Drafter
-from drafter.processes import rank_and_world
-from drafter.shape import cold_shape, read_target_shape
-from drafter.stream import StreamFeed, queue_of, remove_queue
-from drafter.stream_plan import plan_stream
-from pipeline.artifacts import (
-    DrafterCheckpoint,
-    HiddenStateCache,
-    ResponseSet,
-    describe_file,
-    package_versions,
-    write_durably,
-)
+from drafter.checkpoint import files_of
+from drafter.precision import compute_dtype
+from drafter.stream import remove_queue
+from drafter.trainer import TRAINED, Caches, device_here, train_in
+from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, describe_file, package_versions
 from pipeline.config import Config
-from pipeline.errors import ConfigError, FingerprintError, StageError
-from pipeline.shards import REJECTS
 from pipeline.stages import Artifact, complete
 
-logger = logging.getLogger("slipstream")
-
-STAGE_VERSION = 1
+STAGE_VERSION = 2
 # What a training run means; the rest of the table is how it is executed.
-_EXECUTION = {"num_workers", "control"}
+_EXECUTION = {
+    "num_workers", "parallel", "compile", "activation_checkpointing", "tokens_per_pass", "control",
+    "warm_start_tolerance",
+}  # fmt: skip
 # The order of a streamed run is that of its windows.
 _STREAM = {"max_bytes", "states_format"}
-_TRAINED = "trained.json"
 
 
 def run(
@@ -50,23 +32,26 @@ def run(
     start: Artifact[DrafterCheckpoint] | None,
     role: str,
     responses: Artifact[ResponseSet] | None = None,
+    replay: Caches = (),
     execute: Callable[[Path], None] | None = None,
 ) -> Artifact[DrafterCheckpoint]:
     """The checkpoint with the best walk acceptance on the validation rows; cold where ``start`` is None.
 
     With ``responses`` the run is streamed: it trains on their train rows as somebody puts them into its queue, and
-    ``states`` holds the others. ``execute(folder)`` runs ``train_in`` on that folder, in as many processes as it likes;
-    None runs it here.
+    ``states`` holds the others. ``replay`` are earlier caches that ``train.replay_share`` of the rows come from.
+    ``execute(folder)`` runs ``train_in`` on that folder, in as many processes as it likes; None runs it here.
 
-    Raises: StageError when no row can be trained on, or a gradient is not finite; FingerprintError when the
-    cache and the starting drafter were made for different targets.
+    Raises: StageError when no row can be trained on, a gradient is not finite, or a warm start is not what it was when
+    it was trained; FingerprintError when the caches and the starting drafter were made for different targets.
     """
-    if start is not None and start.manifest.fingerprint and states.manifest.fingerprint:
-        start.manifest.fingerprint.require_same(states.manifest.fingerprint, where=f"{start.folder}, {states.folder}")
+    config = resolved(config, replay)
+    _require_one_target(states, start, replay)
     parents = {"states": states.id, **({"start": start.id} if start else {})}
+    parents |= {f"replay_{n + 1}": cache.id for n, cache in enumerate(replay)}
     # Replies that were removed and made anew under the same id are others to learn from.
     replies = responses.manifest.content_id if responses else states.manifest.responses
     meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role, "replies": replies}
+    meaning["replayed"] = [cache.manifest.responses for cache in replay]
     if start is None:
         meaning["drafter"] = config.drafter.model_dump(mode="json")
     stream = {}
@@ -75,16 +60,16 @@ def run(
         stream = {"stream": config.capture.model_dump(mode="json", include=_STREAM)}
 
     def build(folder: Path, derivation: str) -> DrafterCheckpoint:
-        if not (folder / _TRAINED).exists():
-            (execute or (lambda folder: train_in(folder, config, states, start, responses)))(folder)
-        trained = json.loads((folder / _TRAINED).read_text())
+        if not (folder / TRAINED).exists():
+            (execute or (lambda folder: train_in(folder, config, states, start, responses, replay)))(folder)
+        trained = json.loads((folder / TRAINED).read_text())
         resume.remove(folder)
         remove_queue(config, folder)
         return DrafterCheckpoint(
             derivation_id=derivation,
             parents=parents,
             fingerprint=states.manifest.fingerprint,
-            shards=tuple(describe_file(folder / name) for name in (CONFIG, WEIGHTS)),
+            shards=tuple(describe_file(folder / name) for name in files_of(folder)),
             config=config.train.model_dump(mode="json") | stream,
             versions=package_versions(),
             role=role,
@@ -102,110 +87,19 @@ def run(
     )
 
 
-def train_in(
-    folder: Path,
-    config: Config,
-    states: Artifact[HiddenStateCache],
-    start: Artifact[DrafterCheckpoint] | None,
-    responses: Artifact[ResponseSet] | None = None,
+def resolved(config: Config, replay: Caches, *, device: torch.device | None = None) -> Config:
+    """The configuration of one run: what it computes in on this device, and no share for replay without a cache."""
+    settings = config.train
+    dtype = compute_dtype(settings.compute, device or device_here())
+    update = {"compute": str(dtype).removeprefix("torch."), "replay_share": settings.replay_share if replay else 0.0}
+    return config.model_copy(update={"train": settings.model_copy(update=update)})
+
+
+def _require_one_target(
+    states: Artifact[HiddenStateCache], start: Artifact[DrafterCheckpoint] | None, replay: Caches
 ) -> None:
-    """Train in a folder, going on from what an interrupted try left there; the drafter ends up beside trained.json."""
-    frozen = read_frozen(config.target.model)
-    drafter, raw = load_drafter(start.folder) if start else (new_drafter(config, frozen), None)
-    layer_ids = states.manifest.fingerprint.target_layer_ids if states.manifest.fingerprint else ()
-    if layer_ids != drafter.shape.target_layer_ids:
-        raise FingerprintError(
-            f"{states.folder}: captured layers {list(layer_ids)}, the drafter reads "
-            f"{list(drafter.shape.target_layer_ids)}; capture again with the drafter's layers"
-        )
-    feed = _feed(folder, config, states, responses, block_size=drafter.shape.block_size)
-    validation = read_rows(states, "validation", staging_bytes=config.capture.staging_bytes)[: config.train.walk_rows]
-    if not validation:
-        raise StageError(f"{states.folder}: no validation rows; raise collect.validation_share or collect more traffic")
-    progress = train_loop(drafter, frozen, feed, validation, config.train, folder)
-    if rank_and_world()[0] == 0:
-        resume.load_best(folder, drafter)
-        save_drafter(folder, drafter, raw)
-        num_rows, rejects = feed.outcome()
-        trained = {
-            "block_size": drafter.shape.block_size,
-            "mask_token_id": drafter.shape.mask_token_id,
-            "walk": progress.best,
-            "curve": progress.curve,
-            "counts": {"train_rows": num_rows, "validation_rows": len(validation), "steps": progress.step},
-            "rejects": dict(Counter(str(reject["reason"]) for reject in rejects)),
-        }
-        if rejects:
-            lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects)
-            write_durably(folder / REJECTS, lines.encode())
-        write_durably(folder / _TRAINED, json.dumps(trained).encode())
-
-
-def _feed(
-    folder: Path,
-    config: Config,
-    states: Artifact[HiddenStateCache],
-    responses: Artifact[ResponseSet] | None,
-    *,
-    block_size: int,
-) -> CachedFeed | StreamFeed:
-    if responses is not None:
-        plan = plan_stream(config, responses, states, block_size=block_size)
-        return StreamFeed(config, plan, queue_of(config, folder, plan), responses, block_size=block_size)
-    if "train" not in states.manifest.splits:
-        raise StageError(
-            f"{states.folder}: holds the states of {', '.join(states.manifest.splits)} rows alone, as a streamed run "
-            "leaves them; train on their responses with slipstream stream, or run slipstream capture first"
-        )
-    rows = trainable_rows(read_rows(states, "train", staging_bytes=config.capture.staging_bytes), block_size)
-    if not rows:
-        raise StageError(
-            f"{states.folder}: no train row has room for a block of {block_size} in its reply; collect more traffic "
-            "or use a smaller drafter.block_size"
-        )
-    return CachedFeed(rows, config.train, block_size=block_size)
-
-
-def new_drafter(config: Config, frozen: FrozenTarget) -> Drafter:
-    """A cold-started drafter of the configured shape. Raises: ConfigError when no mask token is known."""
-    shape = cold_shape(
-        read_target_shape(config.target.model),
-        num_layers=config.drafter.num_layers,
-        block_size=config.drafter.block_size,
-        mask_token_id=resolve_mask_token(config),
-        target_layer_ids=config.drafter.target_layer_ids,
-        intermediate_size=config.drafter.intermediate_size,
-    )
-    return cold_start(shape, frozen, seed=config.train.seed)
-
-
-def resolve_mask_token(config: Config) -> int:
-    """The mask token id of a new drafter: the configured one, else the tokenizer's own mask token.
-
-    Padding is never taken for it: pad is often the end-of-text token, which must keep its meaning.
-
-    Raises: ConfigError that says how to set it.
-    """
-    if config.drafter.mask_token_id is not None:
-        logger.info("mask token %d from drafter.mask_token_id", config.drafter.mask_token_id)
-        return config.drafter.mask_token_id
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.target.model)
-    if tokenizer.mask_token_id is None:
-        raise ConfigError(
-            f"{config.target.model}: the tokenizer has no mask token; set drafter.mask_token_id to a token that never "
-            f"occurs in text, for instance a reserved special token (there are {len(tokenizer)} tokens)"
-        )
-    logger.info("mask token %d from the tokenizer", tokenizer.mask_token_id)
-    return tokenizer.mask_token_id
-
-
-def trainable_rows(rows: Sequence[CachedRow], block_size: int) -> list[CachedRow]:
-    """The rows that have at least one legal anchor; logs how many do not."""
-    usable = [
-        row for row in rows if len(legal_anchors(torch.arange(row.num_tokens) >= row.num_prompt_tokens, block_size)) > 0
-    ]
-    if len(usable) < len(rows):
-        logger.info("train: %d of %d rows are too short for a block, left out", len(rows) - len(usable), len(rows))
-    return usable
+    if (fingerprint := states.manifest.fingerprint) is None:
+        return
+    for other in ([start] if start else []) + list(replay):
+        if other.manifest.fingerprint:
+            other.manifest.fingerprint.require_same(fingerprint, where=f"{other.folder}, {states.folder}")

@@ -4,22 +4,23 @@ The model card, the decision with its page and its policy, and the manifests of 
 report, the states, the responses, the prompts, and the drafter that it was trained from.
 """
 
-import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs import model_card
+from jobs.registry import Dataset, metric_name
 from pipeline.artifacts import MANIFEST, AcceptanceReport, DrafterCheckpoint, GateDecision
 from pipeline.config import Config
 from pipeline.stages import Artifact
 
 CARD, FINGERPRINTS = "README.md", "fingerprints.json"
 DATA = ("prompts", "responses", "states")
+REPLAY = "replay_"
+"""Parents of a drafter that are replayed states begin with it."""
 _MANIFESTS = "manifests"
 _MAX_NAME = 250  # characters in a metric's name
 
@@ -79,9 +80,28 @@ def manifests_behind(root: Path, parents: Mapping[str, str]) -> dict[str, dict[s
 
 
 def data_behind(root: Path, parents: Mapping[str, str]) -> dict[str, str]:
-    """Kind → derivation id of the prompts, responses and states that a drafter learned from."""
-    kinds = {manifest["kind"]: derivation for derivation, manifest in manifests_behind(root, parents).items()}
-    return {kind: kinds[kind] for kind in DATA if kind in kinds} | {k: v for k, v in parents.items() if k in DATA}
+    """Kind → derivation id of the prompts, responses and states that a drafter learned from.
+
+    Those of replayed states are named ``replay_1.states`` and so on.
+    """
+    own = {role: parent for role, parent in parents.items() if not role.startswith(REPLAY)}
+    kinds = {manifest["kind"]: derivation for derivation, manifest in manifests_behind(root, own).items()}
+    found = {kind: kinds[kind] for kind in DATA if kind in kinds} | {k: v for k, v in own.items() if k in DATA}
+    for role in sorted(parents.keys() - own.keys()):
+        found |= {f"{role}.{kind}": one for kind, one in data_behind(root, {"states": parents[role]}).items()}
+    return found
+
+
+def datasets_behind(root: Path, parents: Mapping[str, str]) -> list[Dataset]:
+    """The data that a drafter learned from, as MLflow shows it beside a run."""
+    behind = manifests_behind(root, {role: parent for role, parent in parents.items() if role != "start"})
+    datasets = []
+    for name, derivation in data_behind(root, parents).items():
+        manifest, kind = behind.get(derivation, {}), name.rpartition(".")[2]
+        source = str(Path(root) / kind / derivation)
+        context = "replay" if name.startswith(REPLAY) else "training"
+        datasets.append(Dataset(name, derivation, source, counts=manifest.get("counts", {}), context=context))
+    return datasets
 
 
 def manifests_in(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
@@ -102,19 +122,12 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Finite numbers, under names that MLflow takes: the levels joined by a slash."""
     found: dict[str, float] = {}
     for key, value in values.items():
-        name = f"{prefix}{_metric_name(str(key))}"[:_MAX_NAME]
+        name = f"{prefix}{metric_name(str(key))}"[:_MAX_NAME]
         if isinstance(value, Mapping):
             found |= _numbers(value, f"{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[name] = float(value)
     return found
-
-
-def _metric_name(key: str) -> str:
-    """The key in letters that MLflow takes; what had to be replaced is told apart by a hash."""
-    spelled = key.replace("≤", "le_").replace(">", "gt_").replace("=", ":").replace("/", "_")
-    plain = re.sub(r"[^A-Za-z0-9_ :-]", "_", spelled)
-    return plain if plain == spelled and plain else f"{plain}_{hashlib.sha256(key.encode()).hexdigest()[:6]}"
 
 
 def _json(value: Any) -> bytes:

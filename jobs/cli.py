@@ -32,6 +32,12 @@ def _adopt_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=("challenger", "control"), default="challenger", help="what to train")
+    _replay_arguments(parser)
+
+
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "also replay rows of these earlier states: an id, or a name in current.json"
+    parser.add_argument("--replay", action="append", default=[], metavar="STATES", help=about)
 
 
 def _promote_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +134,7 @@ COMMANDS: dict[str, Command] = {
         more="For states that do not fit on the disk: never more than capture.max_bytes of them are there.\n"
         "`slipstream run` does it where capture.stream = true. Such a run sees no row again: no second epoch,\n"
         "no second setting on the same states. One that was killed goes on where its checkpoint is.",
+        add_arguments=_replay_arguments,
     ),
     "evaluate": Command(
         "jobs.evaluate",

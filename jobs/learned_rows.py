@@ -31,6 +31,15 @@ class Found:
     split: str
 
 
+def all_of(root: Path, data: Mapping[str, str]) -> list[Rows | None]:
+    """The rows of a drafter's own data, then of what it replayed; ``data`` is that of ``attachments.data_behind``."""
+    groups: dict[str, dict[str, str]] = {"": {}}
+    for name, derivation in data.items():
+        group, _, kind = name.rpartition(".")
+        groups.setdefault(group, {})[kind] = derivation
+    return [of(root, some) for some in groups.values()]
+
+
 def of(root: Path, data: Mapping[str, str]) -> Rows | None:
     """The rows that a drafter with this data behind it (kind → derivation id) learned from; None where it is absent.
 

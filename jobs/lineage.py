@@ -80,6 +80,10 @@ def _data(version: Version, manifests: Mapping[str, Mapping[str, Any]]) -> list[
         rows.append((kind, f"{derivation}  {counted(manifest) if manifest else 'manifest neither here nor in MLflow'}"))
         for source in (manifest or {}).get("config", {}).get("sources", ()):
             rows.append(("", f"from {source}"))
+    for name, derivation in version.data.items():
+        if name.endswith(".states"):
+            manifest = manifests.get(derivation)
+            rows.append(("replayed", f"states {derivation}  {counted(manifest) if manifest else ''}".rstrip()))
     return _named(*rows)
 
 
@@ -116,13 +120,17 @@ def _moves(registry: Registry, model: str, version: Version) -> list[str]:
 
 
 def _prompts(config: Config, version: Version) -> list[str]:
-    rows = learned_rows.of(config.root, version.data)
-    if rows is None:
-        return [
-            f"row ids: none of {', '.join(f'{kind} {id_}' for kind, id_ in version.data.items()) or 'its data'} lies "
-            f"under {config.root}, and MLflow holds no row ids; run this where the data is (--set root=...)"
-        ]
-    return [f"learned from {len(rows.ids)} rows (train rows of {rows.kind} {rows.derivation}):", *rows.ids]
+    lines = []
+    for rows in learned_rows.all_of(config.root, version.data):
+        if rows is None:
+            lines.append(
+                f"row ids: some of {', '.join(f'{kind} {id_}' for kind, id_ in version.data.items()) or 'its data'} "
+                f"does not lie under {config.root}, and MLflow holds no row ids; run this where the data is (--set "
+                "root=...)"
+            )
+        else:
+            lines += [f"learned from {len(rows.ids)} rows (train rows of {rows.kind} {rows.derivation}):", *rows.ids]
+    return lines
 
 
 def _of_row(config: Config, registry: Registry, versions: Mapping[str, Version], row_id: str) -> list[str]:
@@ -133,10 +141,12 @@ def _of_row(config: Config, registry: Registry, versions: Mapping[str, Version],
             f"data under {config.root}. MLflow holds no row ids: look for a row where its data is (--set root=...)"
         )
     lines = [f"row {row_id}", *_named(*((row.kind, f"{row.derivation}  {row.split} set") for row in found))]
-    rows = {version.derivation: learned_rows.of(config.root, version.data) for version in versions.values()}
+    rows = {version.derivation: learned_rows.all_of(config.root, version.data) for version in versions.values()}
     lines += ["learned from by"]
-    lines += _learners(config, registry, versions, lambda one: (of := rows[one.derivation]) and row_id in of.ids)
-    if absent := [one.number for one in versions.values() if one.data and rows[one.derivation] is None]:
+    lines += _learners(
+        config, registry, versions, lambda one: any(of and row_id in of.ids for of in rows[one.derivation])
+    )
+    if absent := [one.number for one in versions.values() if one.data and None in rows[one.derivation]]:
         lines.append(f"not known for version {', '.join(absent)}: their data is not under {config.root}")
     return lines
 

@@ -60,10 +60,11 @@ def learn(
     drafters = {"champion": champion}
     if champion.manifest.parents.get("states") == states.id:
         return Learned(prompts, responses, states, drafters)
+    replay = train.to_replay(config, states, role="challenger")
     drafters["challenger"] = (
-        stream.train_on(config, responses, states, start=champion, role="challenger", engines=engines)
+        stream.train_on(config, responses, states, start=champion, role="challenger", replay=replay, engines=engines)
         if config.capture.stream
-        else train.run(config, states, start=champion, role="challenger")
+        else train.run(config, states, start=champion, role="challenger", replay=replay)
     )
     stages.set_current(config.root, "challenger", drafters["challenger"])
     if config.train.control:

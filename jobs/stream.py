@@ -37,17 +37,20 @@ def run(
     start: Artifact[DrafterCheckpoint] | None,
     target_layer_ids: Sequence[int],
     role: str = "challenger",
+    replay: Sequence[str] = (),
     engines: Engines | None = None,
 ) -> tuple[Artifact[HiddenStateCache], Artifact[DrafterCheckpoint]]:
     """The cache of the held-out rows, and the drafter that was trained on the others as they were captured.
 
-    Engines that are handed over must have been made for these layers.
+    ``replay`` names caches that rows are replayed of, beside the general states. Engines that are handed over must have
+    been made for these layers.
 
     Raises: ConfigError without capture.max_bytes; StageError with what ended the engines, where they end the run.
     """
     engines = engines or EnginePool(config, target_layer_ids=target_layer_ids)
     states = held_out(config, responses, target_layer_ids=target_layer_ids, engines=engines)
-    return states, train_on(config, responses, states, start=start, role=role, engines=engines)
+    caches = train.to_replay(config, states, role=role, named=replay)
+    return states, train_on(config, responses, states, start=start, role=role, replay=caches, engines=engines)
 
 
 def held_out(
@@ -65,15 +68,18 @@ def train_on(
     start: Artifact[DrafterCheckpoint] | None,
     role: str,
     engines: Engines,
+    replay: Sequence[Artifact[HiddenStateCache]] = (),
 ) -> Artifact[DrafterCheckpoint]:
     """The drafter that was trained on the train rows as they were captured; ``states`` are those of the others."""
     from drafter import stream
+
+    config = train.resolved(config, replay)
 
     def beside(folder: Path) -> AbstractContextManager[None]:
         settings = config.regenerate
         at_once = [*[settings.tensor_parallel_size] * settings.num_engines, *[1] * config.train.num_workers]
         say_if_lacking("stream: engines and trainers", at_once)
-        return stream.fed(folder, config, states, start, responses, engines=engines)
+        return stream.fed(folder, config, states, start, responses, replay, engines=engines)
 
     return train.run(
         config,
@@ -81,6 +87,7 @@ def train_on(
         start=start,
         role=role,
         responses=responses,
+        replay=replay,
         beside=beside,
     )
 
@@ -89,10 +96,16 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     """Run the stage from the current champion; remember the held-out states and the challenger."""
     responses = stages.current(config.root, "responses", ResponseSet)
     champion = stages.current(config.root, "champion", DrafterCheckpoint)
-    states, challenger = run(config, responses, start=champion, target_layer_ids=layers_to_capture(config))
+    layers = layers_to_capture(config)
+    states, challenger = run(config, responses, start=champion, target_layer_ids=layers, replay=arguments.replay)
     stages.set_current(config.root, "states", states)
     stages.set_current(config.root, "challenger", challenger)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is replayed."""
+    train.add_replay(parser)
+
+
 if __name__ == "__main__":
-    job_main(__doc__, main)
+    job_main(__doc__, main, add_arguments=add_arguments)

@@ -2,13 +2,15 @@
 
 python jobs/train.py --config slipstream.toml                         the challenger, from the champion
 python jobs/train.py --config slipstream.toml --role control          the champion on general prompts
+python jobs/train.py --config slipstream.toml --replay ID             also replays rows of earlier states
 ray job submit --working-dir . -- python jobs/train.py --config slipstream.toml
 """
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs.registry import Registry
+from jobs.attachments import data_behind, datasets_behind
+from jobs.registry import Registry, data_tags, lineage_tags
 from jobs.session import job_main, start_logging
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
-from pipeline.errors import SlipstreamError, StageError
+from pipeline.errors import ConfigError, SchemaError, SlipstreamError, StageError
 from pipeline.stages import Artifact
+
+logger = logging.getLogger("slipstream")
 
 # Role → the name of the cache that it learns from.
 CACHES = {"challenger": "states", "control": "general-states"}
@@ -35,28 +40,80 @@ def run(
     start: Artifact[DrafterCheckpoint] | None,
     role: str,
     responses: Artifact[ResponseSet] | None = None,
+    replay: Sequence[Artifact[HiddenStateCache]] = (),
     beside: Callable[[Path], AbstractContextManager[None]] = nullcontext,
 ) -> Artifact[DrafterCheckpoint]:
     """The trained drafter; its parameters and curve are an MLflow run.
 
-    ``responses`` make it a streamed run (drafter/train.py); ``beside(folder)`` is entered for as long as it trains.
+    ``replay`` are earlier caches that a share of the rows come from (``to_replay``). ``responses`` make it a streamed
+    run (drafter/train.py); ``beside(folder)`` is entered for as long as it trains.
     """
     from drafter import train
 
+    config = resolved(config, replay)
+
     def execute(folder: Path) -> None:
         with beside(folder):
-            _on_workers(folder, config, states, start, responses)
+            _on_workers(folder, config, states, start, responses, replay)
 
-    checkpoint = train.run(config, states, start=start, role=role, responses=responses, execute=execute)
+    checkpoint = train.run(config, states, start=start, role=role, responses=responses, replay=replay, execute=execute)
+    parents = checkpoint.manifest.parents
     Registry(config.promote.tracking_uri, config.root).log_training(
         f"{role}-{checkpoint.id}",
-        config.train.model_dump(mode="json"),
+        {**checkpoint.manifest.config, "num_parameters": checkpoint.manifest.counts["parameters"]},
         checkpoint.manifest.curve,
         experiment=config.model_name,
         derivation_id=checkpoint.id,
-        tags={"role": role, "states": states.id},
+        tags={"role": role, **lineage_tags(checkpoint), **data_tags(data_behind(config.root, parents))},
+        datasets=datasets_behind(config.root, parents),
     )
     return checkpoint
+
+
+def resolved(config: Config, replay: Sequence[Artifact[HiddenStateCache]]) -> Config:
+    """The configuration of one run on this cluster (``drafter.train.resolved``)."""
+    import ray
+    import torch
+
+    from drafter import train
+
+    device = torch.device("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
+    return train.resolved(config, replay, device=device)
+
+
+def to_replay(
+    config: Config, states: Artifact[HiddenStateCache], *, role: str, named: Sequence[str] = ()
+) -> list[Artifact[HiddenStateCache]]:
+    """The caches that a run on these states replays rows of: the general states, and those that are named.
+
+    ``named`` are names of current.json, or ids. A control learns from the general states anyway.
+
+    Raises: ConfigError when something is named and train.replay_share is 0; StageError or SchemaError when what is
+    named isn't there.
+    """
+    names = stages.current_names(config.root)
+    caches = [stages.open_artifact(config.root, HiddenStateCache, names.get(name, name)) for name in named]
+    if named and not config.train.replay_share:
+        raise ConfigError(f"--replay {' '.join(named)} needs train.replay_share above 0")
+    if not config.train.replay_share:
+        return []
+    if role == "challenger" and (general := _general_states(config, names)) is not None:
+        caches.insert(0, general)
+    caches = list({cache.id: cache for cache in caches if cache.id != states.id}.values())
+    if not caches:
+        logger.info("train: nothing to replay: all rows of a step come from %s", states.id)
+    return caches
+
+
+def _general_states(config: Config, names: Mapping[str, str]) -> Artifact[HiddenStateCache] | None:
+    """The cache of `slipstream init-drafter`, where there is one."""
+    if (general := names.get("general-states")) is None:
+        return None
+    try:
+        return stages.open_artifact(config.root, HiddenStateCache, general)
+    except SchemaError as error:
+        logger.warning("train: the general states are not replayed: %s", error)
+        return None
 
 
 def _on_workers(folder: Path, config: Config, *inputs: Artifact[Any] | None) -> None:
@@ -107,14 +164,23 @@ def _own_error(error: BaseException) -> SlipstreamError:
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Run the stage from the current champion and remember its result under its role."""
-    states = stages.current(config.root, CACHES[arguments.role], HiddenStateCache)
+    role = arguments.role
+    states = stages.current(config.root, CACHES[role], HiddenStateCache)
     champion = stages.current(config.root, "champion", DrafterCheckpoint)
-    stages.set_current(config.root, arguments.role, run(config, states, start=champion, role=arguments.role))
+    replay = to_replay(config, states, role=role, named=arguments.replay)
+    stages.set_current(config.root, role, run(config, states, start=champion, role=role, replay=replay))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is trained."""
     parser.add_argument("--role", choices=sorted(CACHES), default="challenger", help="what to train (challenger)")
+    add_replay(parser)
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """What is replayed."""
+    about = "also replay rows of these earlier states: an id, or a name in current.json"
+    parser.add_argument("--replay", action="append", default=[], metavar="STATES", help=about)
 
 
 if __name__ == "__main__":

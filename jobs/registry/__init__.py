@@ -9,8 +9,9 @@ version.py     the tags of a version, and its states
 from jobs.registry.alias_log import ANY
 from jobs.registry.moves import AliasMoved, Move
 from jobs.registry.registry import Registry
+from jobs.registry.runs import Dataset, metric_name
 from jobs.registry.stored import FILES
-from jobs.registry.version import FAILED, PASSED, PENDING, WHY, Version, data_tags
+from jobs.registry.version import FAILED, PASSED, PENDING, WHY, Version, data_tags, lineage_tags
 
 __all__ = [
     "ANY",
@@ -20,8 +21,11 @@ __all__ = [
     "PENDING",
     "WHY",
     "AliasMoved",
+    "Dataset",
     "Move",
     "Registry",
     "Version",
     "data_tags",
+    "lineage_tags",
+    "metric_name",
 ]

@@ -15,7 +15,7 @@ from jobs.registry import stored
 from jobs.registry.alias_log import ANY, AliasLog
 from jobs.registry.connection import TRIES, Connection, contended, wait
 from jobs.registry.moves import Move
-from jobs.registry.runs import Runs
+from jobs.registry.runs import Dataset, Runs
 from jobs.registry.version import ATTACHED, CONTENT, DERIVATION, PASSED, PENDING, STATE, WHY, Version, lineage_tags
 from pipeline.artifacts import MANIFEST, DrafterCheckpoint, verify, write_durably
 from pipeline.errors import SchemaError, StageError
@@ -71,11 +71,13 @@ class Registry:
         experiment: str,
         derivation_id: str,
         tags: Mapping[str, str] | None = None,
+        datasets: Sequence[Dataset] = (),
     ) -> str:
         """The run id of a training, logged once for its derivation id; registering it later adds to this run."""
         with self.mlflow.lock(f"{experiment}-{derivation_id}"):
             run_id = self.runs.open(experiment, run_name, {DERIVATION: derivation_id, **(tags or {})}, key=DERIVATION)
             self.runs.log_training(run_id, params, curve)
+            self.runs.log_datasets(run_id, datasets)
             self.runs.finish(run_id)
         return run_id
 

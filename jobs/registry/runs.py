@@ -1,11 +1,15 @@
 """MLflow runs: one a checkpoint, with its parameters, its curve, its files, and the figures that judged it."""
 
+import hashlib
+import json
 import logging
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,20 @@ logger = logging.getLogger("slipstream")
 _LOGGED = "slipstream.logged"
 _BATCH = 100  # parameters in one request; metrics allow more
 _MAX_PARAMETER = 500  # characters
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Data that a run learned from."""
+
+    name: str
+    digest: str
+    """The derivation id."""
+    source: str
+    """Where it lay."""
+    counts: Mapping[str, int]
+    context: str
+    """training or replay."""
 
 
 class Runs:
@@ -47,7 +65,7 @@ class Runs:
         flat = [Param(key, str(value)[:_MAX_PARAMETER]) for key, value in _flatten(params)]
         # One fixed time, so that logging again after an interruption repeats rows instead of adding any.
         points = [
-            Metric(key, float(value), run.info.start_time, int(point["step"]))
+            Metric(_levels(key), float(value), run.info.start_time, int(point["step"]))
             for point in curve
             for key, value in point.items()
             if key != "step" and value is not None
@@ -58,6 +76,21 @@ class Runs:
                 self._mlflow.client.log_batch, run_id, metrics=points[start:stop], params=flat[start:stop]
             )
         self._mlflow.retried(self._mlflow.client.set_tag, run_id, _LOGGED, "yes")
+
+    def log_datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
+        """Log data as the run's inputs; what is there already is left alone."""
+        from mlflow.entities import Dataset as Logged
+        from mlflow.entities import DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Logged(one.name, one.digest, "local", one.source, profile=json.dumps(one.counts, sort_keys=True)),
+                [InputTag("mlflow.data.context", one.context)],
+            )
+            for one in datasets
+        ]
+        if inputs:
+            self._mlflow.retried(self._mlflow.client.log_inputs, run_id, datasets=inputs)
 
     def log_figures(self, run_id: str, figures: Mapping[str, float]) -> None:
         """Log figures as metrics; those that the run shows already are left alone."""
@@ -140,6 +173,18 @@ class Runs:
             else:
                 found[str(Path(entry.path).relative_to(top))] = entry.file_size
         return found
+
+
+def metric_name(key: str) -> str:
+    """The key in letters that MLflow takes; what had to be replaced is told apart by a hash."""
+    spelled = key.replace("≤", "le_").replace(">", "gt_").replace("=", ":").replace("/", "_")
+    plain = re.sub(r"[^A-Za-z0-9_ :-]", "_", spelled)
+    return plain if plain == spelled and plain else f"{plain}_{hashlib.sha256(key.encode()).hexdigest()[:6]}"
+
+
+def _levels(key: str) -> str:
+    """A curve's name: a group before the first slash, and what was measured of it after it."""
+    return "/".join(metric_name(level) for level in key.split("/", 1))
 
 
 def _flatten(params: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -2,8 +2,6 @@ import time
 from collections import Counter
 
 import pytest
-import torch
-import toys
 
 from drafter.order import Order
 
@@ -28,19 +26,6 @@ def test_a_resumed_run_sees_the_rows_that_a_straight_run_sees(stopped_at):
     assert resumed == straight
     assert Counter(row for step in straight for _, row in step) == {row: 3 for row in range(8)}
     assert {epoch for epoch, _ in straight[4]} == {1}
-
-
-def test_anchors_are_drawn_anew_each_epoch_and_for_each_row():
-    rows = [toys.row(60, 4, seed=i) for i in range(2)]
-    order = Order(2, 1, seed=0)
-
-    def draw(*picks):
-        return [a.tolist() for a in order.anchors_of(rows, picks, limit=5, block_size=4)]
-
-    assert draw((0, 0)) == draw((0, 0))
-    assert draw((0, 0)) != draw((1, 0))
-    assert draw((0, 0)) != draw((0, 1))
-    assert all(torch.tensor(a).ge(4).all() and torch.tensor(a).le(56).all() for a in draw((0, 0), (5, 1)))
 
 
 def test_another_seed_is_another_order():

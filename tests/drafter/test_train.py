@@ -9,13 +9,13 @@ import torch.multiprocessing as mp
 import toys
 import two_processes
 
-from drafter import loop, train
+from drafter import loop, measurement, start, train, trainer
 from drafter.checkpoint import load_drafter, save_drafter
 from drafter.feed import CachedFeed
+from drafter.measurement import Validation
 from drafter.optim import Optimizer
-from drafter.shape import config_of
+from drafter.precision import compute_dtype
 from drafter.walk import WalkCounts, walk
-from pipeline.artifacts import DrafterCheckpoint, commit
 from pipeline.errors import ConfigError, FingerprintError, StageError
 from pipeline.stages import Artifact
 
@@ -34,7 +34,8 @@ def site(tmp_path):
 
 def measured(manifest):
     """The curve without its clock."""
-    return [{k: v for k, v in point.items() if k not in ("blocks_per_s", "remaining_s")} for point in manifest.curve]
+    clock = ("blocks_per_s", "tokens_per_s", "seconds", "remaining_s", "peak_memory_mb")
+    return [{k: v for k, v in point.items() if k not in clock} for point in manifest.curve]
 
 
 def run(root, **settings):
@@ -44,7 +45,7 @@ def run(root, **settings):
 def train_rows(model, frozen, rows, config, folder):
     """Train on these rows, and walk over them."""
     feed = CachedFeed(rows, config, block_size=model.shape.block_size)
-    return loop.train_loop(model, frozen, feed, rows, config, folder)
+    return loop.train_loop(model, frozen, feed, Validation(rows), config, folder)
 
 
 class Killed(BaseException):
@@ -120,7 +121,14 @@ def test_training_learns_and_a_second_run_finds_it_done(site, monkeypatch):
     assert lengths[0] < 1.3 and lengths[-1] > 2.5, lengths
     assert first.manifest.curve[-1]["loss"] < 0.6 * first.manifest.curve[1]["loss"]
     assert first.manifest.walk["acceptance_length"] == max(lengths)
-    assert first.manifest.counts == {"train_rows": 6, "validation_rows": 3, "steps": 100}
+    assert first.manifest.counts == {
+        "train_rows": 6,
+        "validation_rows": 3,
+        "steps": 100,
+        "empty_steps": 0,
+        "too_short": 0,
+        "parameters": 1792,
+    }
     monkeypatch.setattr(train, "train_in", lambda *a: pytest.fail("trained again"))
     assert run(site, **settings).id == first.id
 
@@ -132,7 +140,7 @@ def test_the_step_with_the_best_walk_is_kept(tmp_path, monkeypatch):
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return WalkCounts(1, 20, 10, next(lengths), [0, 0, 0]), {}
 
-    monkeypatch.setattr(loop, "walk", scripted)
+    monkeypatch.setattr(measurement, "walk", scripted)
     model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
     rows = [toys.counting_row(3 * i, 18, 3) for i in range(3)]
     progress = train_rows(model, frozen, rows, toys.config(tmp_path).train, tmp_path)
@@ -142,32 +150,26 @@ def test_the_step_with_the_best_walk_is_kept(tmp_path, monkeypatch):
     assert not torch.equal(best["fc.weight"], weights[4]["fc.weight"])
 
 
-def start_from(root, *, fingerprint=toys.FINGERPRINT, mask_token_id=30):
-    shape = toys.shape(
-        hidden_size=10, num_hidden_layers=1, target_hidden_size=10, mask_token_id=mask_token_id, block_size=5
-    )
-    folder = root / "drafters" / "start"
-    save_drafter(folder, toys.drafter(shape, dtype=torch.float32), {**config_of(shape), "release": "kept"})
-    manifest = DrafterCheckpoint(
-        derivation_id="start",
-        parents={},
-        fingerprint=fingerprint,
-        role="champion",
-        block_size=5,
-        mask_token_id=mask_token_id,
-    )
-    commit(folder, manifest)
-    return Artifact(folder, manifest)
+def start_from(root, **settings):
+    """A champion that was trained a little on these very states, with another block and another mask token."""
+    config = toys.config(root, **{"steps": 30, "checkpoint_every": 30, "learning_rate": 0.05, **settings})
+    drafter = config.drafter.model_copy(update={"block_size": 5, "mask_token_id": 30})
+    return train.run(config.model_copy(update={"drafter": drafter}), states(root), start=None, role="champion")
 
 
 def test_a_warm_start_keeps_the_drafters_own_config_and_mask_token(site):
     start = start_from(site)
+    written = start.folder / "config.json"
+    config = json.loads(written.read_text()) | {"release": "kept"}
+    written.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     trained = train.run(toys.config(site), states(site), start=start, role="challenger")
     assert trained.manifest.mask_token_id == 30, "the checkpoint's, though the configuration says 31"
-    assert (trained.folder / "config.json").read_text() == (start.folder / "config.json").read_text()
-    assert trained.manifest.parents == {"states": "cache", "start": "start"}
+    assert (trained.folder / "config.json").read_text() == written.read_text()
+    assert trained.manifest.parents == {"states": "cache", "start": start.id}
     model, _ = load_drafter(start.folder)
-    counts, _ = walk(model, train.read_frozen(site / "target"), train.read_rows(states(site), "validation"))
+    dtype = compute_dtype("auto", torch.device("cpu"))
+    frozen = trainer.read_frozen(site / "target", dtype=dtype)
+    counts, _ = walk(model, frozen, trainer.read_rows(states(site), "validation"))
     assert trained.manifest.curve[0]["walk_acceptance_length"] == counts.acceptance_length
 
 
@@ -175,10 +177,56 @@ def test_layers_or_targets_that_differ_stop_the_run(site):
     other_layers = toys.FINGERPRINT.model_copy(update={"target_layer_ids": (0, 2, 4)})
     with pytest.raises(FingerprintError, match=r"\[0, 2, 4\].*\[1, 2, 3\]"):
         train.run(toys.config(site), states(site, fingerprint=other_layers), start=None, role="champion")
-    other_target = toys.FINGERPRINT.model_copy(update={"weights": "other"})
-    start = start_from(site, fingerprint=other_target)
+    other = states(site, fingerprint=toys.FINGERPRINT.model_copy(update={"weights": "other"}), derivation="cache-2")
     with pytest.raises(FingerprintError, match="other"):
-        train.run(toys.config(site), states(site, derivation="cache-2"), start=start, role="challenger")
+        train.run(toys.config(site), other, start=start_from(site), role="challenger")
+    with pytest.raises(FingerprintError, match="other"):
+        train.run(toys.config(site), states(site), start=None, role="challenger", replay=[other])
+
+
+def test_step_0_of_a_warm_start_reproduces_the_recorded_walk_of_the_file_on_disk(site, caplog):
+    start = start_from(site)
+    caplog.set_level("INFO", logger="slipstream")
+    model, _ = load_drafter(start.folder)
+    frozen = trainer.read_frozen(site / "target", dtype=compute_dtype("auto", torch.device("cpu")))
+    counts, _ = walk(model, frozen, trainer.read_rows(states(site), "validation"))
+    assert start.manifest.walks == {"cache": counts.as_dict()}, "of the weights as they were rounded and read again"
+    train.run(toys.config(site), states(site), start=start, role="control")
+    assert "step 0 reproduces the recorded walk on cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("walks", "outcome"),
+    [
+        (lambda one: {"cache": one | {"num_accepted_tokens": 2 * one["num_accepted_tokens"] + 2}}, "stops"),
+        (lambda one: {"another": one | {"num_accepted_tokens": 99}}, "no walk on record"),
+        (lambda one: {"cache": one | {"num_accepted_tokens": 99, "num_replies": 99}}, "no walk on record"),
+        (lambda one: {}, "no walk on record"),
+    ],
+    ids=["another walk", "of other states", "of other rows", "adopted"],
+)
+def test_a_warm_start_that_walks_otherwise_than_on_record_stops(walks, outcome, site, caplog):
+    start = start_from(site)
+    manifest = start.manifest.model_copy(update={"walks": walks(start.manifest.walks["cache"])})
+    start = Artifact(start.folder, manifest)
+    caplog.set_level("INFO", logger="slipstream")
+    if outcome == "stops":
+        with pytest.raises(StageError, match=r"accepted drafts a step.*on record.*target layers.*rope"):
+            train.run(toys.config(site), states(site), start=start, role="challenger")
+    else:
+        train.run(toys.config(site), states(site), start=start, role="challenger")
+        assert outcome in caplog.text
+
+
+def test_a_warm_start_that_knows_less_than_nothing_stops(site):
+    start = start_from(site)
+    model, config = load_drafter(start.folder)
+    with torch.no_grad():
+        model.norm.weight.mul_(-30)  # sure, and wrong
+    save_drafter(start.folder, model, config)
+    start = Artifact(start.folder, start.manifest.model_copy(update={"walks": {}}))
+    with pytest.raises(StageError, match=r"cross-entropy is .* 3\.466 \(ln 32\)"):
+        train.run(toys.config(site), states(site), start=start, role="challenger")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +239,7 @@ def test_layers_or_targets_that_differ_stop_the_run(site):
     ids=["none", "none long enough", "nothing to measure on"],
 )
 def test_a_run_with_nothing_to_learn_never_starts(rows, words, site, monkeypatch):
-    monkeypatch.setattr(train, "train_loop", lambda *a: pytest.fail("started"))
+    monkeypatch.setattr(trainer, "train_loop", lambda *a: pytest.fail("started"))
     with pytest.raises(StageError, match=words):
         train.run(toys.config(site), toys.cache(site, rows), start=None, role="champion")
 
@@ -214,17 +262,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
 def test_the_configured_mask_token_wins_then_the_tokenizers_and_padding_never(site, caplog):
     config = toys.config(site)
     caplog.set_level("INFO", logger="slipstream")
-    assert train.resolve_mask_token(config) == 31
+    assert start.resolve_mask_token(config) == 31
     assert "31 from drafter.mask_token_id" in caplog.text
     unset = config.model_copy(update={"drafter": config.drafter.model_copy(update={"mask_token_id": None})})
     tiny._tokenizer(site / "target")
-    assert train.resolve_mask_token(unset) == tiny.MASK_TOKEN_ID
+    assert start.resolve_mask_token(unset) == tiny.MASK_TOKEN_ID
     path = site / "target" / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     del settings["mask_token"]
     path.write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
     with pytest.raises(ConfigError, match=r"set drafter\.mask_token_id"):
-        train.resolve_mask_token(unset)
+        start.resolve_mask_token(unset)
 
 
 def test_two_processes_train_as_one_and_none_waits_for_one_without_rows(tmp_path):

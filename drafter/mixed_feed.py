@@ -1,0 +1,78 @@
+"""Replay: rows of earlier caches among a run's own, against forgetting what an earlier drafter could."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from torch import Tensor
+
+from drafter.dataset import CachedRow
+from drafter.deal import Deal
+from drafter.feed import STEPS_AHEAD, Dealer, Feed, replayed_before, replies_of
+from pipeline.config import TrainConfig
+
+
+class MixedFeed:
+    """A run's own feed, which leaves ``train.replay_share`` of each step's rows free, and the caches that fill it.
+
+    The caches take turns row by row, so each has an equal part of the share, however large it is; each is shuffled anew
+    in epochs of its own, and every one of its epochs deals every one of its rows once.
+    """
+
+    def __init__(self, own: Feed, caches: Sequence[Sequence[CachedRow]], config: TrainConfig, *, block_size: int):
+        self.num_steps = own.num_steps
+        self._own, self._config = own, config
+        self._dealers = [Dealer(rows, config, block_size=block_size) for rows in caches]
+        self._counts: list[int] = []
+
+    def replies(self) -> Iterator[Tensor]:
+        """The run's own replies, and those that are replayed."""
+        return chain(self._own.replies(), *(replies_of(dealer.rows) for dealer in self._dealers))
+
+    def rows_of(self, step: int) -> list[Deal]:
+        """The step's own rows, then each cache's."""
+        dealt = [self._own.rows_of(step)]
+        ends = [replayed_before(later, self._config) for later in (step, step + 1, step + 1 + STEPS_AHEAD)]
+        for turn, dealer in enumerate(self._dealers):
+            first, end, ahead = (self._turns_before(place, turn) for place in ends)
+            dealt.append(dealer.deal(range(first, end), ahead=range(end, ahead)))
+        self._counts = [len(deals) for deals in dealt]
+        return [deal for deals in dealt for deal in deals]
+
+    def learn(self, accepted: Sequence[Tensor]) -> None:
+        """Each part is told of its own deals."""
+        rest = iter(accepted)
+        for part, count in zip((self._own, *self._dealers), self._counts, strict=True):
+            part.learn(list(islice(rest, count)))
+
+    def state(self) -> dict[str, Any]:
+        """Of each part."""
+        return {"own": self._own.state(), "replay": [dealer.state() for dealer in self._dealers]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """To each part."""
+        if not state:
+            return
+        self._own.restore(state["own"])
+        for dealer, its in zip(self._dealers, state["replay"], strict=True):
+            dealer.restore(its)
+
+    def wants_checkpoint(self, step: int) -> bool:
+        """Where the run's own feed does: replayed caches stay."""
+        return self._own.wants_checkpoint(step)
+
+    def covered(self, step: int) -> None:
+        """Only the run's own feed gives up states."""
+        self._own.covered(step)
+
+    def figures(self) -> dict[str, float]:
+        """Of the run's own feed."""
+        return self._own.figures()
+
+    def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """Of the run's own feed."""
+        return self._own.outcome(num_steps)
+
+    def _turns_before(self, place: int, turn: int) -> int:
+        """How many of the first ``place`` replay rows are this cache's."""
+        return (place - turn + len(self._dealers) - 1) // len(self._dealers)

@@ -1,0 +1,100 @@
+"""Is a warm start wired as its drafter was when it was trained? Its loss and its walk at step 0 tell."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.anchors import anchor_seed, draw_anchors
+from drafter.dataset import CachedRow
+from drafter.deal import Deal
+from drafter.frozen import FrozenTarget
+from drafter.measurement import Walks
+from drafter.model import Drafter
+from drafter.processes import rank_and_world
+from drafter.step import backward
+from drafter.walk import WalkCounts
+from pipeline.config import TrainConfig
+from pipeline.errors import StageError
+
+logger = logging.getLogger("slipstream")
+
+_ROWS, _ANCHORS = 16, 8
+
+CAUSES = (
+    "Something is wired otherwise than when this drafter was trained: look at the target layers and their order, the "
+    "positions of the states, the rope settings in config.json, and whether this is the file that was measured"
+)
+
+
+def require_below_uniform(
+    drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], config: TrainConfig, *, where: str
+) -> None:
+    """Raises: StageError when the mean cross-entropy over these rows is not below that of a uniform guess, ln V."""
+    num_slots = drafter.shape.num_draft_tokens
+    deals = [
+        Deal(row, anchors, 1.0)
+        for number, row in enumerate(rows[:_ROWS])
+        if len(anchors := draw_anchors(
+            row.num_prompt_tokens, row.num_tokens, drafter.shape.block_size, _ANCHORS, anchor_seed(0, 0, number)
+        ))
+    ]  # fmt: skip
+    if not deals:
+        return
+
+    def even(cross_entropy: Tensor) -> Tensor:
+        return torch.full_like(cross_entropy, 1 / num_slots)
+
+    num_blocks = sum(len(deal.anchors) for deal in deals)
+    result = backward(drafter, frozen, deals, even, normalizer=num_blocks, tokens_per_pass=config.tokens_per_pass)
+    drafter.zero_grad(set_to_none=True)
+    uniform = math.log(frozen.head.shape[0])
+    if rank_and_world()[0] == 0:
+        logger.info("train: cross-entropy at step 0 is %.3f nats a token (a uniform guess: %.3f)", result.loss, uniform)
+    if not result.loss < uniform:
+        raise StageError(
+            f"{where}: at step 0 the cross-entropy is {result.loss:.3f} nats a token, and a drafter that knew nothing "
+            f"would have {uniform:.3f} (ln {frozen.head.shape[0]}). {CAUSES}"
+        )
+
+
+def recorded_walk_check(
+    recorded: Mapping[str, Mapping[str, Any]], own: str, config: TrainConfig, *, where: str
+) -> Callable[[Walks], None]:
+    """What compares the walks of step 0 with those on record for the starting drafter: cache id → counts.
+
+    ``own`` is the id of the run's own cache. The check raises StageError when accepted drafts a step differ by more
+    than ``train.warm_start_tolerance``; where no cache is common it only says so.
+    """
+
+    def check(walks: Walks) -> None:
+        compared = 0
+        for cache, found in ({own: walks.own} | dict(walks.replayed)).items():
+            expected = recorded.get(cache)
+            if expected is None or not _same_rows(expected, found):
+                continue
+            compared += 1
+            before, now = _accepted_per_step(expected), _accepted_per_step(found.as_dict())
+            if abs(now - before) > config.warm_start_tolerance * before:
+                raise StageError(
+                    f"{where}: over the validation rows of states {cache} it has {now:.4f} accepted drafts a step "
+                    f"here, and {before:.4f} on record, more than train.warm_start_tolerance = "
+                    f"{config.warm_start_tolerance} apart. {CAUSES}"
+                )
+            if rank_and_world()[0] == 0:
+                logger.info("train: step 0 reproduces the recorded walk on %s: %.4f accepted drafts a step", cache, now)
+        if not compared and rank_and_world()[0] == 0:
+            logger.info("train: %s has no walk on record over rows that are at hand; step 0 is not compared", where)
+
+    return check
+
+
+def _same_rows(expected: Mapping[str, Any], found: WalkCounts) -> bool:
+    return (expected["num_replies"], expected["num_tokens"]) == (found.num_replies, found.num_tokens)
+
+
+def _accepted_per_step(counts: Mapping[str, Any]) -> float:
+    return counts["num_accepted_tokens"] / max(1, counts["num_drafts"])
