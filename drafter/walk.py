@@ -76,7 +76,7 @@ def jumps(accepted: Sequence[int], first: int, last: int) -> list[int]:
     return visited
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def walk(
     drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, rows_per_pass: int = 4
 ) -> tuple[WalkCounts, dict[str, WalkCounts]]:
@@ -95,7 +95,7 @@ def walk(
     return total, slices
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def accepted_everywhere(drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow]) -> list[Tensor]:
     """For each row int64 [n]: drafts accepted by a block that starts at each reply position, 0 elsewhere.
 
