@@ -26,7 +26,7 @@ class Rope(Frozen):
     is_interleaved: bool = False
     """Pairs are (2i, 2i + 1); else (i, i + R/2)."""
     kind: str = "default"
-    """rope_type: default, linear, ntk, dynamic, yarn, deepseek_yarn, llama3 or proportional."""
+    """rope_type: default, linear, ntk, dynamic, yarn, llama3 or proportional."""
     parameters: dict[str, Any] = {}
     """What the kind needs beside theta: config.json's rope_parameters, defaults filled in (drafter/rope_config.py)."""
 
@@ -37,8 +37,8 @@ class Rope(Frozen):
 
     @cached_property
     def length(self) -> float:
-        """What turned vectors are multiplied with: the attention scaling of the yarn kinds, else 1."""
-        return _yarn_length(self) if self.kind in ("yarn", "deepseek_yarn") else 1.0
+        """What turned vectors are multiplied with: the attention scaling of yarn, else 1."""
+        return _yarn_length(self) if self.kind == "yarn" else 1.0
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [...] -> 2 x [..., R/2]
         """Cosine and sine of each pair's angle, attention scaling included."""
@@ -109,14 +109,12 @@ def _yarn(rope: Rope) -> Tensor:
 
 
 def _yarn_length(rope: Rope) -> float:
-    """Source: YaRN, arXiv 2309.00071, 3.4; what wins: vLLM's yarn_scaling_rope.py, deepseek_scaling_rope.py."""
+    """Source: YaRN, arXiv 2309.00071, section 3.4; which setting wins: vLLM's yarn_scaling_rope.py."""
     given, factor = rope.parameters, rope.parameters["factor"]
 
     def length(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if rope.kind == "deepseek_yarn":
-        return length(given.get("mscale", 1.0)) / length(given.get("mscale_all_dim", 0.0))
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
     if given.get("mscale") and given.get("mscale_all_dim"):
@@ -147,7 +145,6 @@ _FREQUENCIES = {
     "ntk": _ntk,
     "dynamic": _dynamic,
     "yarn": _yarn,
-    "deepseek_yarn": _yarn,
     "llama3": _llama3,
     "proportional": _proportional,
 }

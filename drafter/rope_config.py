@@ -16,7 +16,7 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "ntk": (("factor",), ("mixed_b",)),
-    "dynamic": ((), ("alpha", "factor", "max_trained_positions")),
+    "dynamic": (("factor",), ("alpha", "max_trained_positions")),  # factor: transformers', also beside alpha
     "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
@@ -142,10 +142,8 @@ def _parameters(kind: str, given: Mapping[str, Any], config: Mapping[str, Any], 
             original or settings.get("original_max_position_embeddings") or longest
         )
     if kind == "dynamic" and "alpha" in settings:
-        settings = {"alpha": settings["alpha"]}
+        settings.pop("max_trained_positions", None)  # vLLM does not look at it then
     elif kind == "dynamic":
-        if "factor" not in settings:
-            raise ConfigError(f"{where}: rope 'dynamic' has neither factor nor alpha; write one")
         settings = {"max_trained_positions": longest, **settings, "max_position_embeddings": longest}
     if missing := [name for name in _SETTINGS[kind][0] if name not in settings]:
         raise ConfigError(f"{where}: rope {kind!r} has no {', '.join(missing)}; write it out")

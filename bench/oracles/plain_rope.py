@@ -23,7 +23,7 @@ class Rotation:
 
     def length(self) -> float:
         """By how much a turned vector grows."""
-        return _yarn_length(self) if self.kind in ("yarn", "deepseek_yarn") else 1.0
+        return _yarn_length(self) if self.kind == "yarn" else 1.0
 
 
 def _ntk(rotation: Rotation, i: int, plain: float) -> float:
@@ -71,8 +71,6 @@ def _yarn_length(rotation: Rotation) -> float:
     def length(weight: float) -> float:
         return 0.1 * weight * math.log(settings["factor"]) + 1 if settings["factor"] > 1 else 1.0
 
-    if rotation.kind == "deepseek_yarn":
-        return length(settings.get("mscale", 1)) / length(settings.get("mscale_all_dim", 0))
     if settings.get("attention_factor") is not None:
         return settings["attention_factor"]
     if settings.get("mscale") and settings.get("mscale_all_dim"):
@@ -104,7 +102,6 @@ _FREQUENCIES: dict[str, Callable[[Rotation, int, float], float]] = {
     "ntk": _ntk,
     "dynamic": _dynamic,
     "yarn": _yarn,
-    "deepseek_yarn": _yarn,
     "llama3": _llama3,
     "proportional": _proportional,
 }

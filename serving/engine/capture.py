@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
+from serving.engine.cpu_context_norm import repair_cpu_context_norm
 from serving.engine.cpu_sampling import repair_cpu_sampling
 from serving.engine.kept_states import KeptStates
 from serving.engine.runners import known_runner
@@ -43,6 +44,7 @@ class CaptureWorker(PlatformWorker):
         """
         require_supported_vllm()
         repair_cpu_sampling()
+        repair_cpu_context_norm()
         super().load_model(**kwargs)
         self._layers = tuple(int(layer) for layer in self.vllm_config.additional_config.get(LAYERS_KEY, ()))
         self._kept: KeptStates | None = None

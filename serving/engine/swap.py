@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serving.engine.cpu_context_norm import repair_cpu_context_norm
 from serving.engine.cpu_sampling import repair_cpu_sampling
 from serving.engine.live_weights import live_fingerprint, mismatches, rope_problem
 from serving.engine.versions import require_supported_vllm
@@ -30,7 +31,8 @@ UNVERSIONED = "unversioned"
 _STATE = "_slipstream_serving"
 _one_at_a_time = threading.Lock()
 
-repair_cpu_sampling()  # vLLM imports this module in the worker, before it samples
+repair_cpu_sampling()  # vLLM imports this module in the worker, before it drafts and samples
+repair_cpu_context_norm()
 
 
 class DrafterSwap:

@@ -63,12 +63,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamic rope": {
         "rope": _rope("dynamic", factor=4.0, max_trained_positions=64, max_position_embeddings=256),
     },
-    "dynamic rope by alpha": {"rope": _rope("dynamic", alpha=50.0)},
+    "dynamic rope by alpha": {"rope": _rope("dynamic", alpha=50.0, factor=1.0)},
     "yarn": {"rope": _rope("yarn", **_YARN)},
     "yarn with its own length": {"rope": _rope("yarn", **_YARN, attention_factor=1.5, truncate=False)},
     "yarn with two scales": {"rope": _rope("yarn", **_YARN, mscale=1.0, mscale_all_dim=0.5)},
     "yarn, partial": {"rope": _rope("yarn", rotary_dim=4, **_YARN)},
-    "deepseek's yarn": {"rope": _rope("deepseek_yarn", **_YARN, mscale=0.7)},
     "llama3 rope": {"rope": _rope("llama3", **_LLAMA3)},
     "proportional rope": {"rope": _rope("proportional", num_turning_pairs=2)},
 }
@@ -204,7 +203,7 @@ def cache(
             "conversation": row.row_id,
             "split": split,
             "slice": row.slice,
-            "weight": 1,
+            "weight": row.weight,
             "ids": row.ids.tolist(),
             "num_prompt_tokens": row.num_prompt_tokens,
             "num_states": row.states.shape[0],
