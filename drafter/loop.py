@@ -54,7 +54,12 @@ def train_loop(
     """
     rank, _ = rank_and_world()
     drafter = prepare(drafter, config)
-    optimizer = Optimizer(drafter.named_parameters(), kind=config.optimizer, learning_rate=config.learning_rate)
+    optimizer = Optimizer(
+        drafter.named_parameters(),
+        kind=config.optimizer,
+        learning_rate=config.learning_rate,
+        compute=frozen.head.dtype,
+    )
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
     vocabulary = Vocabulary(
         frozen.head, num_sampled=config.sampled_vocabulary, occurring=feed.replies(), seed=config.seed

@@ -13,7 +13,7 @@ from drafter.dataset import CachedRow
 from drafter.deal import Deal
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
-from drafter.processes import rank_and_world
+from drafter.processes import agreed, rank_and_world
 from drafter.resume import Progress, save_best
 from drafter.walk import WalkCounts, walk
 
@@ -99,8 +99,11 @@ def measure(
     folder: Path,
     point: dict[str, float],
 ) -> Walks:
-    """Walk over the validation rows and add a point to the curve; the best weights so far are kept."""
-    walks = validation.walk(drafter, frozen)
+    """Walk over the validation rows and add a point to the curve; the best weights so far are kept.
+
+    Every process takes part, and comes to the same decisions.
+    """
+    walks = agreed(validation.walk(drafter, frozen))  # near-ties may fall otherwise on another kind of hardware
     point = {**point, **walks.figures()}
     progress.curve.append(point)
     is_best = progress.best is None or walks.own.acceptance_length > progress.best["acceptance_length"]

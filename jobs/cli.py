@@ -127,6 +127,13 @@ COMMANDS: dict[str, Command] = {
         "slipstream train --set train.steps=800 --set train.learning_rate=1e-3",
         add_arguments=_train_arguments,
     ),
+    "sweep": Command(
+        "jobs.sweep",
+        "short runs from the champion at several learning rates → the one to set",
+        "slipstream sweep --set sweep.learning_rates=[5e-4,1e-3,2e-3] --set sweep.steps=100",
+        more="Judged by walk acceptance on validation rows. Every run is kept: a sweep that was killed goes on.",
+        add_arguments=_replay_arguments,
+    ),
     "stream": Command(
         "jobs.stream",
         "capture and train at the same time: answers + champion → challenger, each row once",

@@ -31,6 +31,7 @@ def render(
         "fast the target answers, never what it answers.",
         _what(challenger.manifest),
         _learned_from(challenger.manifest, behind),
+        *_trained(challenger.manifest),
         _measured(decision, report),
         _serving(config, version, challenger.manifest),
     ]
@@ -65,6 +66,34 @@ def _learned_from(drafter: DrafterCheckpoint, behind: Manifests) -> str:
         known = ", ".join(f"{role} `{parent}`" for role, parent in drafter.parents.items()) or "none"
         return f"## Learned from\n\nNo data manifests were at hand (parents: {known}). {parent}"
     return f"{_table('Learned from', ('kind', 'id', 'counts'), rows)}\n\n{parent}"
+
+
+def _trained(drafter: DrafterCheckpoint) -> list[str]:
+    """How it was trained; nothing for one that was taken over."""
+    if not drafter.walk:
+        return []
+    settings, counts, walk = drafter.config, drafter.counts, drafter.walk
+    since = sum(point["step"] > walk["step"] for point in drafter.curve)
+    has_stalled = settings["patience"] is not None and since >= settings["patience"]
+    early = f" of {settings['steps']}, stopped early" if has_stalled and counts["steps"] < settings["steps"] else ""
+    replayed = [parent for role, parent in drafter.parents.items() if role.startswith("replay_")]
+    replay = f"{settings['replay_share']:.0%} of each step's rows, of {', '.join(replayed)}" if replayed else "none"
+    rows = [
+        ("steps", f"{counts['steps']}{early}, {settings['blocks_per_step']} blocks each"),
+        ("learning rate", f"{settings['learning_rate']:g}, {settings['optimizer']}"),
+        ("loss", settings["loss"]),
+        ("anchors", settings["anchors"]),
+        ("row weight", f"times served, at most {settings['max_row_weight']}"),
+        ("replay", replay),
+        ("computed in", settings["compute"]),
+        ("parameters", str(counts["parameters"])),
+        ("best step", f"{walk['step']}, walk acceptance {figure(walk['acceptance_length'])} on validation"),
+        *(
+            (f"walk on `{cache}`", f"{figure(one['acceptance_length'])} over {one['num_drafts']} steps, as on disk")
+            for cache, one in drafter.walks.items()
+        ),
+    ]
+    return [_table("Trained", ("", ""), rows)]
 
 
 def _measured(decision: GateDecision | None, report: AcceptanceReport | None) -> str:

@@ -118,7 +118,7 @@ class DrafterCheckpoint(Manifest):
 
     kind: ClassVar[str] = "drafters"
     role: str
-    """champion, challenger or control: why it was trained."""
+    """champion, challenger, control or sweep: why it was trained."""
     block_size: int
     mask_token_id: int
     walk: dict[str, Any] = {}
@@ -128,6 +128,19 @@ class DrafterCheckpoint(Manifest):
     in stored order): what step 0 of a run that starts here must reproduce."""
     curve: list[dict[str, float]] = []
     """Training curve: step, loss, learning rate, walk acceptance where it was measured."""
+
+
+class SweepReport(Manifest):
+    """Short runs at several learning rates, from one drafter on one cache: sweep.md beside the manifest."""
+
+    kind: ClassVar[str] = "sweeps"
+    points: list[dict[str, Any]] = []
+    """By rate: learning_rate, drafter (its id), loss of the last step, accepted_per_step of the best step on
+    validation, best_step, steps."""
+    start_accepted_per_step: float
+    """Of the drafter that all of them start from."""
+    best_learning_rate: float | None
+    """None where no rate was better than the start."""
 
 
 class AcceptanceReport(Manifest):

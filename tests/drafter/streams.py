@@ -102,16 +102,16 @@ def held_out(config, responses):
     return capture.run(config, responses, engines=CodeEngines(), target_layer_ids=LAYERS, splits=("validation", "gate"))
 
 
-def run(config, rows=None, *, engines=None):
+def run(config, rows=None, *, engines=None, replay=()):
     """A whole streamed run in this process: the engine in a thread, the trainer in this one."""
     responses = response_set(config, rows or corpus())
     states = held_out(config, responses)
 
     def execute(folder):
-        with stream.fed(folder, config, states, None, responses, engines=engines or CodeEngines()):
-            train.train_in(folder, config, states, None, responses)
+        with stream.fed(folder, config, states, None, responses, replay, engines=engines or CodeEngines()):
+            train.train_in(folder, config, states, None, responses, replay)
 
-    return train.run(config, states, start=None, role="champion", responses=responses, execute=execute)
+    return train.run(config, states, start=None, role="champion", responses=responses, replay=replay, execute=execute)
 
 
 def run_logged(root, log, seconds, settings):
@@ -136,7 +136,7 @@ def log_steps(log, patch=setattr):
 
     def logged(drafter, frozen, share, *arguments, **keywords):
         with open(log, "a") as file:
-            file.write(json.dumps([[row.row_id, anchors.tolist()] for row, anchors in share]) + "\n")
+            file.write(json.dumps([[deal.row.row_id, deal.anchors.tolist()] for deal in share]) + "\n")
         return backward(drafter, frozen, share, *arguments, **keywords)
 
     patch(loop, "backward", logged)

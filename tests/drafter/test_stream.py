@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import streams
+import toys
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -282,6 +283,23 @@ def test_a_streamed_drafter_names_the_responses_and_a_change_of_their_order_is_a
     assert streams.run(config).id == trained.id
     assert streams.run(streams.config_of(tmp_path, steps=2, max_bytes=450_000)).id != trained.id
     assert train.run(config, cached(config, responses), start=None, role="champion").id != trained.id
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_streamed_run_replays_cached_rows_and_still_sees_each_of_its_own_once(share, tmp_path, monkeypatch):
+    config = streams.config_of(tmp_path, blocks_per_step=20, replay_share=share)
+    earlier = toys.cache(
+        tmp_path, [("train", toys.row(30, 3, seed=n, name=f"earlier-{n}")) for n in range(5)], fingerprint=None
+    )
+    streams.log_steps(tmp_path / "log", monkeypatch.setattr)
+    trained = streams.run(config, replay=[earlier])
+    steps = [[row_id for row_id, _ in step] for step in streams.logged_steps(tmp_path / "log")]
+    own = [row_id for step in steps for row_id in step if not row_id.startswith("earlier")]
+    assert sorted(own) == sorted(train_rows(streams.corpus()))
+    assert trained.manifest.counts["train_rows"] == len(own) and trained.manifest.parents["replay_1"] == earlier.id
+    replayed = [row_id for step in steps for row_id in step if row_id.startswith("earlier")]
+    assert len(replayed) == int(len(steps) * 5 * share)
+    assert max(map(len, steps)) <= 6 and len(replayed) / (len(own) + len(replayed)) == pytest.approx(share, rel=0.3)
 
 
 def cached(config, responses):

@@ -1,20 +1,21 @@
 import json
 import math
-import time
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
-import torch.multiprocessing as mp
 import toys
-import two_processes
 
 from drafter import loop, measurement, start, train, trainer
 from drafter.checkpoint import load_drafter, save_drafter
+from drafter.deal import Deal
 from drafter.feed import CachedFeed
 from drafter.measurement import Validation
 from drafter.optim import Optimizer
 from drafter.precision import compute_dtype
+from drafter.step import backward
+from drafter.vocabulary import Candidates
 from drafter.walk import WalkCounts, walk
 from pipeline.errors import ConfigError, FingerprintError, StageError
 from pipeline.stages import Artifact
@@ -92,6 +93,133 @@ def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends
         with pytest.raises(Killed):
             run(site)
     require_same(run(site), straight)
+
+
+EVERYTHING = {
+    "anchors": "on_policy", "replay_share": 0.3, "blocks_per_step": 16, "steps": 12, "checkpoint_every": 3,
+    "warmup_share": 0.25, "patience": 3, "sampled_vocabulary": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def champion(tmp_path_factory):
+    root = tmp_path_factory.mktemp("champion")
+    toys.target_folder(root / "target")
+    return run(root, steps=25, checkpoint_every=25, learning_rate=0.05)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, champion):
+    root = tmp_path_factory.mktemp("straight")
+    toys.target_folder(root / "target")
+    return run_with_everything(root, champion)
+
+
+def run_with_everything(root, start):
+    """On-policy anchors of rows that were served several times, with replay of two caches, from a champion."""
+    weighed = [("train", replace(toys.counting_row(3 * i, 28 + i, 3), weight=1 + 3 * i)) for i in range(6)]
+    weighed += [("validation", toys.counting_row(5 * i + 1, 20, 4)) for i in range(3)]
+    earlier = [
+        toys.cache(root, [(split, toys.counting_row(7 * i, 24, 3, name=f"{n}-{i}-{split}")) for i in range(2 + n)
+                          for split in ("train", "validation")], derivation=f"earlier-{n}")
+        for n in range(2)
+    ]  # fmt: skip
+    config = toys.config(root, **EVERYTHING)
+    cache = toys.cache(root, weighed, derivation="traffic")
+    return train.run(config, cache, start=start, role="challenger", replay=earlier)
+
+
+@pytest.mark.parametrize("killed_after", [1, 5, 6, 10])
+def test_an_interrupted_run_with_everything_on_ends_as_an_uninterrupted_one(
+    killed_after, site, champion, straight, monkeypatch
+):
+    taken, step = [], Optimizer.step
+
+    def stepping(self, scale):
+        step(self, scale)
+        taken.append(scale)
+        if len(taken) == killed_after:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", stepping)
+        with pytest.raises(Killed):
+            run_with_everything(site, champion)
+    require_same(run_with_everything(site, champion), straight)
+    assert straight.manifest.walks.keys() == {"traffic", "earlier-0", "earlier-1"}
+    assert {"walk_replay/earlier-0", "walk_replay/earlier-1", "walk_slice/a"} <= straight.manifest.curve[0].keys()
+
+
+def test_twenty_steps_are_ten_and_ten_more_rate_for_rate_and_loss_for_loss(site, monkeypatch):
+    settings = {"steps": 20, "checkpoint_every": 1, "warmup_share": 0.25, "patience": None}
+    straight = run(toys.target_folder(site / "other" / "target").parent, **settings)
+    step = Optimizer.step
+
+    def stepping(self, scale):
+        step(self, scale)
+        calls.append(scale)
+        if len(calls) == 11:
+            raise Killed
+
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", stepping)
+        with pytest.raises(Killed):
+            run(site, **settings)
+    resumed = run(site, **settings)
+    require_same(resumed, straight)
+    rates = [point["learning_rate"] / 5e-3 for point in resumed.manifest.curve[1:]]
+    warm, cosine = [(n + 1) / 5 for n in range(5)], [(1 + math.cos(math.pi * n / 15)) / 2 for n in range(15)]
+    assert rates == pytest.approx(warm + cosine)
+
+
+def test_a_run_stops_when_so_many_measurements_have_not_raised_the_walk(tmp_path, monkeypatch):
+    lengths = iter([0, 4, 9, 3, 9, 8, 12, 1, 1, 1])
+    monkeypatch.setattr(measurement, "walk", lambda *a: (WalkCounts(1, 20, 10, next(lengths), [0, 0, 0]), {}))
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    rows = [toys.counting_row(3 * i, 18, 3) for i in range(3)]
+    config = toys.config(tmp_path, steps=20, patience=3).train
+    progress = train_rows(model, frozen, rows, config, tmp_path)
+    assert progress.step == 10 and progress.best["step"] == 4, "3, 9 and 8 are not above the 9 of step 4"
+    again = train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    assert again.step == 10 and next(lengths) == 12, "a stopped run that is resumed stays stopped"
+
+
+def test_without_patience_a_run_goes_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurement, "walk", lambda *a: (WalkCounts(1, 20, 10, 5, [0, 0, 0]), {}))
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    config = toys.config(tmp_path, steps=20, patience=None).train
+    assert train_rows(model, frozen, [toys.counting_row(0, 18, 3)], config, tmp_path).step == 20
+
+
+def test_a_step_without_a_block_is_skipped_and_counted(tmp_path):
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    rows = [toys.counting_row(3, 18, 3), toys.row(3, 1)]
+    config = toys.config(tmp_path, blocks_per_step=4).train  # a row a step
+    progress = train_rows(model, frozen, rows, config, tmp_path)
+    assert progress.step == 8 and progress.num_empty == 4
+    assert all(math.isfinite(value) for point in progress.curve for value in point.values())
+
+
+@pytest.mark.parametrize("tokens_per_pass", [8, 40, 10_000])
+def test_the_reported_loss_is_the_weighted_mean_over_blocks_however_they_are_grouped(tokens_per_pass, tmp_path):
+    model, frozen = toys.drafter(), toys.frozen()
+    deals = [
+        Deal(toys.counting_row(2, 12, 3), torch.tensor([5, 7]), 1.0),
+        Deal(toys.row(90, 4), torch.arange(4, 84), 3.0),
+        Deal(toys.counting_row(9, 30, 3), torch.tensor([20]), 16.0),
+    ]
+
+    def ones(cross_entropy):
+        return torch.full_like(cross_entropy, 1 / 3)
+
+    single = [backward(model, frozen, [deal], ones, normalizer=1.0, tokens_per_pass=99).loss for deal in deals]
+    config = toys.config(tmp_path, tokens_per_pass=tokens_per_pass).train
+    learned = loop._learn(model, frozen, deals, ones, Candidates(frozen.head, None, None), config)
+    assert learned.loss == pytest.approx(sum(single) / (2 * 1 + 80 * 3 + 1 * 16), rel=1e-6)
+    model.norm.weight.data.zero_()  # every logit is 0: each token's loss is ln V
+    flat = loop._learn(model, frozen, deals, ones, Candidates(frozen.head, None, None), config)
+    assert flat.loss == pytest.approx(math.log(32), rel=1e-6), "whatever the rows' lengths, weights and passes"
 
 
 def test_states_of_replies_that_were_made_anew_under_the_same_id_are_learned_from_anew(site):
@@ -273,33 +401,3 @@ def test_the_configured_mask_token_wins_then_the_tokenizers_and_padding_never(si
     path.write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
     with pytest.raises(ConfigError, match=r"set drafter\.mask_token_id"):
         start.resolve_mask_token(unset)
-
-
-def test_two_processes_train_as_one_and_none_waits_for_one_without_rows(tmp_path):
-    names = ["rows for both", "short row", "a row a step"]
-    context = mp.start_processes(
-        two_processes.train_rank, (2, str(tmp_path), names), nprocs=2, join=False, start_method="spawn"
-    )
-    alone = {name: two_processes.train_case(name, tmp_path / f"{name}-1") for name in names}
-    wait_until("ready", tmp_path, context, 300)
-    wait_until("done", tmp_path, context, 60)
-    for name, one in alone.items():
-        for rank in (0, 1):
-            two = torch.load(tmp_path / f"{name}-2-{rank}.pt", weights_only=True)
-            assert two["step"] == one["step"] == 5
-            for key, weight in one["weights"].items():
-                assert (two["weights"][key] - weight).abs().max() < 1e-6, (name, rank, key)
-            for a, b in zip(one["curve"][1:], two["curve"][1:], strict=True):
-                for value in ("loss", "slot1_accuracy", "walk_acceptance_length"):
-                    assert a[value] == pytest.approx(b[value], abs=1e-6), (name, rank, value)
-
-
-def wait_until(event, folder, context, timeout_s):
-    """Wait for both processes: their imports may be slow on a busy machine, their training may not."""
-    deadline = time.monotonic() + timeout_s
-    while not all((folder / f"{event}-{rank}").exists() for rank in (0, 1)):
-        context.join(timeout=0.05)  # raises what a process raised
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the two processes are not {event} within {timeout_s} s")

@@ -1,0 +1,91 @@
+"""Learning rates compared: the same short run from the same drafter, each on its own whole schedule."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import DrafterCheckpoint, SweepReport, describe_file, write_durably
+from pipeline.config import Config
+from pipeline.stages import Artifact, complete
+
+STAGE_VERSION = 1
+TABLE = "sweep.md"
+
+
+def trials(config: Config) -> dict[float, Config]:
+    """Learning rate → the configuration of its run, by rising rate."""
+    steps = config.sweep.steps
+    found = {}
+    for rate in sorted(set(config.sweep.learning_rates)):
+        update = {"learning_rate": rate, "steps": steps, "checkpoint_every": min(steps, config.train.checkpoint_every)}
+        found[rate] = config.model_copy(update={"train": config.train.model_copy(update=update)})
+    return found
+
+
+def run(config: Config, runs: Mapping[float, Artifact[DrafterCheckpoint]]) -> Artifact[SweepReport]:
+    """The report on finished runs: learning rate → its drafter."""
+    points = [_point(rate, one.manifest) for rate, one in sorted(runs.items())]
+    first = next(iter(runs.values())).manifest
+    start = first.curve[0]["walk_acceptance_length"] - 1
+    best = max(points, key=lambda point: point["accepted_per_step"])
+
+    def build(folder: Path, derivation: str) -> SweepReport:
+        write_durably(folder / TABLE, ("\n".join(table(points, start)) + "\n").encode())
+        return SweepReport(
+            derivation_id=derivation,
+            parents={f"run_{n + 1}": point["drafter"] for n, point in enumerate(points)},
+            fingerprint=first.fingerprint,
+            shards=(describe_file(folder / TABLE),),
+            config=config.sweep.model_dump(mode="json"),
+            points=points,
+            start_accepted_per_step=start,
+            best_learning_rate=best["learning_rate"] if best["accepted_per_step"] > start else None,
+        )
+
+    parents = {f"run_{n + 1}": point["drafter"] for n, point in enumerate(points)}
+    return complete(
+        config.root, SweepReport, stage="sweep", version=STAGE_VERSION, parents=parents, meaning={}, build=build
+    )
+
+
+def table(points: Sequence[Mapping[str, Any]], start: float) -> list[str]:
+    """Markdown lines, a rate a line."""
+    lines = [
+        "| learning rate | loss at the end | accepted drafts a step | against the start | at step |",
+        "|---|---|---|---|---|",
+        f"| (start) | | {start:.3f} | | 0 |",
+    ]
+    for point in points:
+        accepted = point["accepted_per_step"]
+        gain = f"{accepted / start:.3f} ×" if start else "-"
+        loss = "-" if point["loss"] is None else f"{point['loss']:.3f}"
+        lines.append(f"| {point['learning_rate']:g} | {loss} | {accepted:.3f} | {gain} | {point['best_step']} |")
+    return lines
+
+
+def advice(report: SweepReport) -> list[str]:
+    """What to set, and how sure that is."""
+    rates = [point["learning_rate"] for point in report.points]
+    best = report.best_learning_rate
+    if best is None:
+        return ["No rate came above the drafter that all runs start from: more steps, or lower rates, may."]
+    lines = [f"Set it in [train]:  learning_rate = {best:g}"]
+    if len(rates) > 1 and best in (rates[0], rates[-1]):
+        side, further = ("lowest", best / 2) if best == rates[0] else ("highest", best * 2)
+        lines.append(
+            f"It is the {side} rate of the sweep: the best one may lie beyond. Sweep again with {further:g} among "
+            "sweep.learning_rates."
+        )
+    return lines
+
+
+def _point(rate: float, run: DrafterCheckpoint) -> dict[str, Any]:
+    losses = [point["loss"] for point in run.curve if "loss" in point]
+    return {
+        "learning_rate": rate,
+        "drafter": run.derivation_id,
+        "loss": losses[-1] if losses else None,
+        "accepted_per_step": run.walk["num_accepted_tokens"] / max(1, run.walk["num_drafts"]),
+        "best_step": run.walk["step"],
+        "steps": run.counts["steps"],
+    }
