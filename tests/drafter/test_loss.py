@@ -6,7 +6,7 @@ import toys
 
 from bench.oracles.plain_reference import decay, dpace, full_logit_loss
 from drafter import loss as loss_module
-from drafter.loss import block_loss, decay_weights, dpace_weights
+from drafter.loss import Piece, block_loss, decay_weights, dpace_weights
 
 WEIGHTINGS = {
     "decay": (decay_weights(8), decay(4.0), 7),
@@ -23,10 +23,10 @@ def problem(num_blocks, K, *, seed=0):
     return hidden, toys.frozen().head, labels
 
 
-@pytest.mark.parametrize("chunk_logits", [1, 500, 1 << 23], ids=["a block a chunk", "uneven chunks", "one chunk"])
+@pytest.mark.parametrize("piece", [(1, 1), (9, 5), (21, 31), (1 << 20, 1 << 20)], ids=str)
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_value_and_gradient_are_those_of_whole_logits(weighting, chunk_logits, monkeypatch):
-    monkeypatch.setattr(loss_module, "_CHUNK_LOGITS", chunk_logits)
+def test_value_and_gradient_are_those_of_whole_logits(weighting, piece, monkeypatch):
+    monkeypatch.setitem(loss_module._PIECES, "cpu", Piece(*piece))
     slot_weights, weigh, K = WEIGHTINGS[weighting]
     hidden, head, labels = problem(5, K)
     a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -41,6 +41,70 @@ def test_value_and_gradient_are_those_of_whole_logits(weighting, chunk_logits, m
     assert torch.allclose(parts[0], cross_entropy, atol=1e-9)
     assert torch.equal(parts[1], (logits.argmax(-1) == labels).double())
     assert head.grad is None
+
+
+@pytest.mark.parametrize("piece", [(9, 5), (1 << 20, 1 << 20)], ids=str)
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (1.0, 3.0), (2.0, 5.0)])
+def test_scaled_and_capped_logits_have_the_plain_loss_and_gradient(scale, cap, piece, monkeypatch):
+    monkeypatch.setitem(loss_module._PIECES, "cpu", Piece(*piece))
+    hidden, head, labels = problem(5, 3)
+    a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    found, parts = block_loss(a, head, labels, dpace_weights(0.5), normalizer=5, logit_scale=scale, logit_soft_cap=cap)
+    expected = full_logit_loss(b, head, labels, dpace(0.5), 5, logit_scale=scale, soft_cap=cap)
+    found.backward()
+    expected.backward()
+    assert abs(float(found.detach()) - float(expected.detach())) < 1e-9
+    assert (a.grad - b.grad).abs().max() < 1e-9 < b.grad.abs().max()
+    assert torch.equal(parts[1], ((hidden @ head.T).argmax(-1) == labels).double()), "neither moves the argmax"
+
+
+def test_of_equal_logits_the_first_is_the_argmax_in_whatever_piece(monkeypatch):
+    hidden = torch.ones(4, 1, 2, dtype=torch.float64)
+    head = torch.tensor([[0, 0], [1, 1], [0, 0], [1, 1], [2, 0], [0, 0]], dtype=torch.float64)
+    labels = torch.tensor([[0], [1], [3], [4]])
+    for size in (1, 2, 3, 6):
+        monkeypatch.setitem(loss_module._PIECES, "cpu", Piece(100, size))
+        assert block_loss(hidden, head, labels, torch.ones_like, normalizer=1)[1][1].tolist() == [[0], [1], [0], [0]]
+
+
+def test_blocks_count_by_their_weight():
+    hidden, head, labels = problem(3, 4)
+    weights = torch.tensor([1.0, 16.0, 0.5])
+    for dtype in (torch.float64, torch.float32):
+        _, parts = block_loss(hidden.to(dtype), head.to(dtype), labels, decay_weights(5), normalizer=7)
+        found, _ = block_loss(
+            hidden.to(dtype), head.to(dtype), labels, decay_weights(5), normalizer=7, block_weights=weights
+        )
+        slots = decay_weights(5)(parts[0])
+        assert float(found) == pytest.approx(float((slots * parts[0] * weights[:, None]).sum() / 7), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_block_has_no_loss_and_no_gradient(dtype):
+    hidden = torch.empty(0, 3, 16, dtype=dtype, requires_grad=True)
+    labels = torch.empty(0, 3, dtype=torch.int64)
+    loss, parts = block_loss(hidden, toys.frozen().head.to(dtype), labels, dpace_weights(0.5), normalizer=1)
+    loss.backward()
+    assert float(loss.detach()) == 0 and parts.shape == (2, 0, 3) and hidden.grad.shape == (0, 3, 16)
+
+
+@pytest.mark.parametrize("size", [64, 1000])
+def test_bfloat16_is_within_its_rounding_of_float32(size, monkeypatch):
+    monkeypatch.setitem(loss_module._PIECES, "cpu", Piece(100, size))
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(1000, 64, generator=generator).bfloat16()
+    hidden = (0.7 * torch.randn(40, 5, 64, generator=generator)).bfloat16()
+    labels = torch.randint(0, 1000, (40, 5), generator=generator)
+    results = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = hidden.to(dtype).clone().requires_grad_()
+        loss, parts = block_loss(x, head.to(dtype), labels, torch.ones_like, normalizer=200)
+        loss.backward()
+        results[dtype] = float(loss.detach()), x.grad.float(), parts[0]
+    (low, low_gradient, low_parts), (high, high_gradient, high_parts) = results.values()
+    assert abs(low - high) < 2e-3 * high
+    assert (low_gradient - high_gradient).norm() < 2e-2 * high_gradient.norm()
+    assert (low_parts - high_parts).abs().max() < 3 * 2**-9 * 30, "logits are rounded, and reach 30"
 
 
 def test_decay_weights_are_the_published_ones():
