@@ -53,9 +53,10 @@ class VisitTable:
 
     def draw(self, rows: Sequence[int], seeds: Sequence[int], *, limit: int, uniform_share: float) -> list[Tensor]:
         """At most ``limit`` legal anchors of each row, in order, int64 [m]; the same for the same seeds and counts."""
-        rows_ = torch.tensor(rows, dtype=torch.int64)
-        sizes = self.sizes[rows_].tolist()
-        visits = self._visits(rows_).split(sizes)
+        if not rows:
+            return []
+        sizes = self.sizes[list(rows)].tolist()
+        visits = self._visits(torch.tensor(rows, dtype=torch.int64)).split(sizes)
         drawn = []
         for row, visited, size, seed in zip(rows, visits, sizes, seeds, strict=True):
             num_legal = max(0, size - self.block_size + 1)

@@ -46,7 +46,7 @@ def config_of(root, *, max_bytes=400_000, capture_settings=None, **settings):
     """A configuration with this budget of disk."""
     if not (root / "target").exists():
         toys.target_folder(root / "target")
-    base = toys.config(root, **{"steps": 1000, "checkpoint_every": 7, **settings}).model_dump()
+    base = toys.config(root, **{"steps": 1000, "checkpoint_every": 7, "patience": None, **settings}).model_dump()
     base["capture"] |= {"max_bytes": max_bytes, "stream": True, **(capture_settings or {})}
     return Config.model_validate(base)
 
