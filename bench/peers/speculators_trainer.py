@@ -73,7 +73,8 @@ class Packs:
         """A pack of one row, with room behind it: the last block_size positions of a pack never are anchors."""
         sample = self._sample(row)
         batch = self.collated([sample], len(sample["input_ids"]) + self._settings["block_size"])
-        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
     def _sample(self, index: int) -> dict[str, Tensor]:
         ids = self._rows.ids(index)
@@ -150,10 +151,12 @@ def main() -> None:
 
     @torch.no_grad()
     def drafts(row: int) -> dict[str, Any]:
-        """What it drafts after every token of a row's reply, by its own forward pass: [anchors, block_size - 1] ids."""
+        """What it drafts after every token of a row's reply, by its own forward pass: [anchors, block_size - 1] ids.
+
+        In float32, as its parameters are.
+        """
         num_anchors = int(rows.supervised(row).sum())
-        with torch.autocast("cpu", torch.bfloat16, enabled=settings["dtype"] == "bfloat16"):
-            _, logits, *_ = model._backbone_forward(**packs.one(row), max_anchors=num_anchors)
+        _, logits, *_ = model._backbone_forward(**packs.one(row), max_anchors=num_anchors)
         return {"ids": logits.argmax(-1).view(num_anchors, -1)[:, 1:].tolist()}
 
     turns = Turns(settings, rows, packs.batch_of, memory, {"save": save, "drafts": drafts})
