@@ -25,12 +25,19 @@ def expected_tensors(config: Mapping[str, Any], *, target_hidden_size: int) -> d
         }
         if config.get("attention_bias"):
             attention |= {"q_proj.bias": (query,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (hidden,)}
+        if has_sinks(config):
+            attention["attention_sink_bias"] = (config["num_attention_heads"],)
         mlp = {"gate_proj.weight": (wide, hidden), "up_proj.weight": (wide, hidden), "down_proj.weight": (hidden, wide)}
         shapes |= {f"layers.{i}.self_attn.{name}": shape for name, shape in attention.items()}
         shapes |= {f"layers.{i}.mlp.{name}": shape for name, shape in mlp.items()}
         shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
         shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
     return shapes
+
+
+def has_sinks(config: Mapping[str, Any]) -> bool:
+    """Whether each head has a learned attention sink."""
+    return bool(config["dflash_config"].get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False)))
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

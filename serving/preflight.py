@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import PreflightError
-from serving.layout import expected_tensors, rope_theta, text_config
+from serving.layout import expected_tensors, has_sinks, rope_theta, text_config
+from serving.preflight_attention import check_attention
 
 ARCHITECTURES = ("DFlashDraftModel",)
 WEIGHTS = "model.safetensors"
@@ -67,9 +68,11 @@ def check_drafter(
     _check_architecture(config)
     _check_block(config, num_speculative_tokens)
     _check_against_target(config, target)
-    _check_rope(config)
+    check_attention(config)
     if serving_config is not None:
         _check_same_config(config, serving_config)
+        if has_sinks(config):  # attention objects stay, and theirs with them
+            raise PreflightError("sinks", "a swap would keep the old drafter's attention sinks; restart with this one")
     _check_tensors(folder / WEIGHTS, expected_tensors(config, target_hidden_size=target["hidden_size"]))
     return DrafterInfo(
         folder=folder,
@@ -125,6 +128,12 @@ def _check_files(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise PreflightError("symlink", f"{path}: links out of the folder to {path.resolve()}; copy the file in")
+        if path.name == "mask_embedding.pt":
+            raise PreflightError(
+                "mask_embedding",
+                f"{path}: vLLM would read it, but a version's hashes and a swap know config.json and {WEIGHTS} alone; "
+                "serve this drafter by hand, or train one that takes the target's embedding of its mask token",
+            )
         if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"):
             raise PreflightError("pickle", f"{path}: can run code when loaded; only safetensors are served, remove it")
         if path.suffix == ".safetensors" and path.name != WEIGHTS:
@@ -154,9 +163,6 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
             raise PreflightError("slot0", "the drafter predicts from the anchor's slot; vLLM reads slots 1 onwards")
         if holder.get("use_aux_hidden_state") is False:
             raise PreflightError("no_target_states", "use_aux_hidden_state is false; DFlash reads the target's states")
-    types = config.get("layer_types")
-    if types is not None and len(types) != config["num_hidden_layers"]:
-        raise PreflightError("layer_types", f"{len(types)} layer_types for {config['num_hidden_layers']} layers")
 
 
 def _check_block(config: Mapping[str, Any], num_speculative_tokens: int | None) -> None:
@@ -200,26 +206,6 @@ def _check_against_target(config: Mapping[str, Any], target: Mapping[str, Any]) 
     mask = config["dflash_config"].get("mask_token_id")
     if not _is_index(mask) or mask >= target["vocab_size"]:
         raise PreflightError("mask_token_id", f"mask_token_id {mask!r}, expected an id under {target['vocab_size']}")
-
-
-def _check_rope(config: Mapping[str, Any]) -> None:
-    top, nested = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
-    if top is None and nested is None:
-        raise PreflightError("rope_theta", "no rope_theta: an engine would take its own default; write the trained one")
-    if None not in (top, nested) and float(top) != float(nested):
-        raise PreflightError("rope_theta", f"rope_theta is {top} and, in rope_parameters, {nested}; keep one")
-    if not rope_theta(config) > 0:
-        raise PreflightError("rope_theta", f"rope_theta is {rope_theta(config)}; expected a positive number")
-    if not isinstance(config.get("is_neox_style", True), bool):
-        raise PreflightError("rope_style", f"is_neox_style is {config['is_neox_style']!r}; expected true or false")
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    explicit = config.get("head_dim")
-    if (explicit is None and config["hidden_size"] % heads) or (explicit is not None and not _is_count(explicit)):
-        raise PreflightError(
-            "head_dim", f"head_dim {explicit!r} with hidden size {config['hidden_size']}, {heads} heads"
-        )
-    if heads % kv_heads:
-        raise PreflightError("head_dim", f"{heads} heads cannot share {kv_heads} key-value heads")
 
 
 def _check_same_config(config: Mapping[str, Any], serving: Mapping[str, Any]) -> None:

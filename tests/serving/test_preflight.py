@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter
 
+from serving import preflight_attention
 from serving.errors import PreflightError
 from serving.launch import VllmServer
 from serving.preflight import ARCHITECTURES, check_drafter
@@ -22,6 +23,7 @@ TARGET = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,16 @@ def test_a_nested_target_config_is_read(drafter):
         ("head_dim", {"head_dim": 0}),
         ("head_dim", {"num_key_value_heads": 3}),
         ("layer_types", {"layer_types": ["full_attention"]}),
+        ("layer_types", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("sliding_window", {"layer_types": ["sliding_attention"] * 2}),
+        ("sliding_window", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}),
+        ("mixed_layers", {"layer_types": [FULL, SLIDING], "sliding_window": 8, "use_sliding_window": True}),
+        ("rope_kind", {"rope_scaling": {"rope_type": "longrope"}}),
+        ("rope_kind", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
+        ("rope_kind", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+        ("rope_length", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}),
+        ("missing_tensors", {"attention_bias": True}),
+        ("missing_tensors", {"add_swa_attention_sink_bias": True}),
         ("wrong_shape", {"head_dim": 64}),
         ("wrong_shape", {"intermediate_size": 128}),
         ("missing_tensors", {"num_hidden_layers": 3, "layer_types": None}),
@@ -117,6 +129,7 @@ def test_a_config_that_cannot_serve_is_refused(drafter, code, changes):
         ("mask_token_id", {"mask_token_id": None}),
         ("slot0", {"sample_from_anchor": True}),
         ("no_target_states", {"use_aux_hidden_state": False}),
+        ("sliding_window", {"use_swa": True}),
     ],
 )
 def test_a_dflash_config_that_cannot_serve_is_refused(drafter, code, changes):
@@ -192,7 +205,7 @@ def test_missing_weights_and_a_missing_folder_are_refused(drafter, tmp_path):
     assert refused(tmp_path / "nothing") == "folder"
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "mask_embedding.pt", "extra/model.pkl"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "other.pt", "extra/model.pkl"])
 def test_pickles_are_refused(drafter, name):
     (drafter / name).parent.mkdir(exist_ok=True)
     (drafter / name).write_bytes(b"\x80\x04.")
@@ -251,3 +264,28 @@ def test_case_87_a_quantised_drafter_is_refused_in_its_config_and_in_its_weights
     edit_config(drafter, quantization_config=None)
     edit_tensors(drafter, put("fc.weight", torch.ones(128, 384, dtype=torch.int8)))
     assert refused(drafter) == "quantized"
+
+
+def test_a_mask_embedding_of_its_own_is_refused_by_name(drafter):
+    torch.save(torch.ones(128), drafter / "mask_embedding.pt")
+    assert refused(drafter) == "mask_embedding"
+
+
+def test_a_drafter_with_sinks_serves_from_the_start_and_is_never_swapped_in(drafter):
+    edit_dflash(drafter, attention_sink_bias=True)
+    edit_tensors(drafter, put("layers.0.self_attn.attention_sink_bias", torch.ones(4)))
+    edit_tensors(drafter, put("layers.1.self_attn.attention_sink_bias", torch.ones(4)))
+    assert check_drafter(drafter, target_config=TARGET)
+    assert refused(drafter, serving_config=json.loads((drafter / "config.json").read_text())) == "sinks"
+
+
+def test_mixed_layers_pass_where_the_v2_runner_may_serve_them(drafter, monkeypatch):
+    def version(name):
+        raise preflight_attention.metadata.PackageNotFoundError(name)
+
+    edit_config(drafter, layer_types=[FULL, SLIDING], sliding_window=8, use_sliding_window=True)
+    monkeypatch.setattr(preflight_attention.metadata, "version", version)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert check_drafter(drafter, target_config=TARGET)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert refused(drafter) == "mixed_layers"
