@@ -8,23 +8,21 @@ ray job submit --working-dir . -- python jobs/train.py --config slipstream.toml
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs.attachments import data_behind, datasets_behind
 from jobs.registry import Registry, data_tags, lineage_tags
-from jobs.session import job_main, start_logging
+from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
-from pipeline.errors import ConfigError, SchemaError, SlipstreamError, StageError
+from pipeline.errors import ConfigError, SchemaError
 from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
@@ -49,12 +47,13 @@ def run(
     run (drafter/train.py); ``beside(folder)`` is entered for as long as it trains.
     """
     from drafter import train
+    from jobs.train_workers import train_on_workers
 
     config = resolved(config, replay)
 
     def execute(folder: Path) -> None:
         with beside(folder):
-            _on_workers(folder, config, states, start, responses, replay)
+            train_on_workers(folder, config, states, start, responses, replay)
 
     checkpoint = train.run(config, states, start=start, role=role, responses=responses, replay=replay, execute=execute)
     parents = checkpoint.manifest.parents
@@ -114,52 +113,6 @@ def _general_states(config: Config, names: Mapping[str, str]) -> Artifact[Hidden
     except SchemaError as error:
         logger.warning("train: the general states are not replayed: %s", error)
         return None
-
-
-def _on_workers(folder: Path, config: Config, *inputs: Artifact[Any] | None) -> None:
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    trainer = TorchTrainer(
-        _work,
-        train_loop_config={"arguments": (folder, config, *inputs)},
-        torch_config=TorchConfig(backend="nccl" if has_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=config.train.num_workers, use_gpu=has_gpu),
-        # A lost worker starts again from the folder's own last checkpoint.
-        run_config=RunConfig(
-            name=folder.name, storage_path=str(config.root / "ray_train"), failure_config=FailureConfig(max_failures=2)
-        ),
-    )
-    try:
-        trainer.fit()
-    except Exception as error:
-        raise _own_error(error) from error
-
-
-def _work(settings: dict[str, Any]) -> None:
-    import ray.train
-    import torch
-
-    from drafter.train import train_in
-
-    start_logging()
-    # Ray gives a worker one thread for each CPU it reserved: on a machine of its own it may use them all.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ray.train.get_context().get_local_world_size()))
-    train_in(*settings["arguments"])
-
-
-def _own_error(error: BaseException) -> SlipstreamError:
-    """The SlipstreamError inside what Ray Train raises, or one that carries its last line."""
-    seen: list[BaseException] = [error]
-    while seen:
-        inner = seen.pop()
-        if isinstance(inner, SlipstreamError):
-            return inner
-        seen += list(getattr(inner, "worker_failures", {}).values())
-        seen += [e for e in (inner.__cause__, getattr(inner, "cause", None)) if isinstance(e, BaseException)]
-    return StageError(f"train: the workers failed: {str(error).strip().splitlines()[-1]}")
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -1,0 +1,92 @@
+"""Real Ray Train workers: one that is lost, and one that finds that its run cannot go on."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from drafter import train as stage
+from jobs.session import ray_session
+from jobs.train_workers import require_visible, train_on_workers
+from pipeline.errors import StageError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "drafter"))
+
+import toys
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_ray():
+    with ray_session():
+        yield
+
+
+def site(root, **settings):
+    """A configuration, and a cache of rows of very different lengths."""
+    toys.target_folder(root / "target")
+    rows = [("train", toys.counting_row(3 * i, 14 + 9 * i, 3)) for i in range(5)]
+    rows += [("train", toys.row(3, 1, seed=8)), ("validation", toys.counting_row(1, 20, 4))]
+    settings = {"steps": 300, "checkpoint_every": 20, "num_workers": 2, "patience": None, **settings}
+    return toys.config(root, **settings), toys.cache(root, rows)
+
+
+def trained(root, **settings):
+    config, states = site(root, **settings)
+
+    def execute(folder):
+        train_on_workers(folder, stage.resolved(config, ()), states, None)
+
+    return stage.run(config, states, start=None, role="champion", execute=execute)
+
+
+def workers():
+    """This Ray's training workers."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
+
+
+def kill_one_amid(root, killed):
+    """Signal 9 to one of two workers, once there is a checkpoint."""
+    deadline = time.monotonic() + 120
+    while not list(root.glob("drafters/*/resume.pt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for worker in workers()[:1]:
+        os.kill(worker.pid, signal.SIGKILL)
+        killed.append(worker.pid)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_that_loses_a_worker_ends_as_one_that_lost_none(parallel, tmp_path):
+    straight = trained(tmp_path / "straight", parallel=parallel)
+    killed = []
+    killer = threading.Thread(target=kill_one_amid, args=(tmp_path / "lost", killed))
+    killer.start()
+    lost = trained(tmp_path / "lost", parallel=parallel)
+    killer.join()
+    assert killed, "it was through before anyone was killed"
+    assert (lost.folder / "model.safetensors").read_bytes() == (straight.folder / "model.safetensors").read_bytes()
+    assert lost.manifest.walk == straight.manifest.walk
+    steps = [point["step"] for point in lost.manifest.curve]
+    assert steps == [point["step"] for point in straight.manifest.curve] == sorted(set(steps))
+
+
+def test_an_error_of_the_stage_ends_the_run_at_once(tmp_path):
+    from frail_training import ends_with_an_error_of_its_own
+
+    config, states = site(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(StageError, match="not finite"):
+        train_on_workers(tmp_path / "run", config, states, None, work=ends_with_an_error_of_its_own)
+    assert time.monotonic() - started < 120
+    assert [(tmp_path / "run" / f"tries-{rank}").read_text() for rank in (0, 1)] == ["x", "x"]
+    assert not list((tmp_path / "run").glob(".workers-*"))
+
+
+def test_a_worker_that_does_not_see_the_folder_says_where_root_belongs(tmp_path):
+    with pytest.raises(StageError, match="every node mounts"):
+        require_visible(tmp_path / "elsewhere" / ".workers-1", within_s=0.1)
