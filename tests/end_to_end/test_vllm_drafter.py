@@ -6,6 +6,7 @@ alone, which needs a GPU; here that one check is switched off, and each layer is
 that runner does.
 """
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -28,6 +29,8 @@ from drafter.frozen import read_frozen  # noqa: E402
 from drafter.model import Drafter  # noqa: E402
 from drafter.packing import Packed  # noqa: E402
 from drafter.shape import config_of  # noqa: E402
+from serving.errors import PreflightError  # noqa: E402
+from serving.preflight import check_drafter  # noqa: E402
 
 NUM_POSITIONS = (1, 4, 41, 97)  # shorter and longer than the windows, within and across KV blocks of 32
 HEAD_DIM = 32  # the smallest of vLLM's CPU attention
@@ -88,12 +91,25 @@ def our_logits(model, frozen, states, anchor_id):  # [n, F] -> [K, V]
     return hidden[0] @ frozen.head.T * model.shape.logit_scale
 
 
+# What this project's serving does not take although vLLM's module runs it, and under which code it says so.
+REFUSED = {"mixed layers": "mixed_layers", "its own mask embedding": "mask_embedding"}
+
+
+def preflight_of(folder, target):
+    try:
+        check_drafter(folder, target_config=json.loads((target / "config.json").read_text()))
+    except PreflightError as error:
+        return error.code
+    return None
+
+
 @pytest.mark.parametrize("variant", toys.VARIANTS)
 def test_the_logits_are_vllms(variant, target, tmp_path):
     shape = real_size(variant)
     folder = write(tmp_path / "drafter", random_drafter(shape))
     model, _ = load_drafter(folder)
     assert model.shape == shape
+    assert preflight_of(folder, target) == REFUSED.get(variant)
     theirs, frozen = DrafterModule(target, folder, tmp_path), read_frozen(target)
     generator = torch.Generator().manual_seed(4)
     for n in NUM_POSITIONS:
