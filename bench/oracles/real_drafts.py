@@ -102,6 +102,9 @@ def open_engine(
     """A float32 vLLM engine in this process, one request at a time, with or without speculation."""
     from vllm import LLM
 
+    from serving.engine.cpu_context_norm import repair_cpu_context_norm
+
+    repair_cpu_context_norm()  # as the worker extension of our servers does
     speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": num_draft_tokens}
     return LLM(
         str(target),
