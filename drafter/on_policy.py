@@ -8,8 +8,8 @@ first token gives each position's probability v of being visited.
 What is estimated: with q = (1 - u) v / sum(v) + u / m over a reply's m legal anchors (u: ``uniform_share``), anchor p
 is in the draw with probability min(1, c q_p) exactly, where c makes the expected number that of the draw. The blocks
 are not weighted back: the step's loss stands for the loss of the blocks that decoding meets, which is the aim, and not
-for that of all positions alike. Counts are those of the position's last block, so v lags by up to an epoch; a lag moves
-blocks between positions and never changes the loss of a block.
+for that of all positions alike. Counts are those of the position's last block, so v lags by up to an epoch, and a
+sampled vocabulary makes them a little high; both move blocks between positions and never change the loss of a block.
 
 Legend: R rows of a draw, n reply positions of a row, N of all rows of the draw, K predicted slots, m anchors.
 """

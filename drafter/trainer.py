@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from drafter.mixed_feed import MixedFeed
 from drafter.model import Drafter
 from drafter.precision import compute_dtype
 from drafter.processes import meet, rank_and_world
+from drafter.shape import DrafterShape
 from drafter.start import starting_drafter
 from drafter.start_check import recorded_walk_check, require_below_uniform
 from drafter.stream import StreamFeed, queue_of
@@ -66,12 +67,13 @@ def train_in(
         check_start = recorded_walk_check(start.manifest.walks, states.id, settings, where=where)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
+        walks = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
         num_rows, rejects = feed.outcome(progress.step)
         trained = {
             "block_size": drafter.shape.block_size,
             "mask_token_id": drafter.shape.mask_token_id,
             "walk": progress.best,
-            "walks": _export(folder, kept, drafter, progress, frozen, validation, states.id),
+            "walks": walks,
             "curve": progress.curve,
             "counts": {
                 "train_rows": num_rows,
@@ -83,11 +85,16 @@ def train_in(
             },
             "rejects": dict(Counter(str(reject["reason"]) for reject in rejects)),
         }
-        if rejects:
-            lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects)
-            write_durably(folder / REJECTS, lines.encode())
-        write_durably(folder / TRAINED, json.dumps(trained).encode())
+        _write(folder, trained, rejects)
     meet()
+
+
+def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[str, Any]]) -> None:
+    """The records of rejected rows, and last what the manifest is made from."""
+    if rejects:
+        lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects)
+        write_durably(folder / REJECTS, lines.encode())
+    write_durably(folder / TRAINED, json.dumps(trained).encode())
 
 
 def trainable_rows(rows: Sequence[CachedRow], block_size: int) -> list[CachedRow]:
@@ -163,7 +170,7 @@ def _validation(config: Config, states: Artifact[HiddenStateCache], replay: Cach
 def _export(
     folder: Path,
     kept: Kept | None,
-    drafter: Drafter,
+    shape: DrafterShape,
     progress: resume.Progress,
     frozen: FrozenTarget,
     validation: Validation,
@@ -173,7 +180,7 @@ def _export(
 
     Raises: StageError when that is not the drafter that was measured.
     """
-    best = Drafter(drafter.shape)
+    best = Drafter(shape)
     resume.load_best(folder, best)
     save_drafter(folder, best, kept)
     exported = load_drafter(folder)[0].to(frozen.head.device)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import attachments, preflight
-from jobs.registry import FILES, PASSED, Registry, data_tags
+from jobs.registry import PASSED, Registry, data_tags
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, describe_file, package_versions, sha256_file
 from pipeline.config import Config
@@ -32,7 +32,10 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 
     Raises: ConfigError when the folder holds no drafter for this target, or another champion serves.
     """
+    from drafter.checkpoint import files_of
+
     folder = Path(folder).resolve()
+    names = files_of(folder)
     info = preflight.check(config, folder)
     fingerprint = target_fingerprint(
         config.target.model, dtype=config.target.dtype, target_layer_ids=info.target_layer_ids
@@ -40,14 +43,14 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 
     def build(out: Path, derivation: str) -> DrafterCheckpoint:
         out.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name in names:
             shutil.copyfile(folder / name, out / name)
             fsync_file(out / name)
         return DrafterCheckpoint(
             derivation_id=derivation,
             parents={},
             fingerprint=fingerprint,
-            shards=tuple(describe_file(out / name) for name in FILES),
+            shards=tuple(describe_file(out / name) for name in names),
             versions=package_versions(),
             role="champion",
             block_size=info.block_size,
@@ -55,7 +58,7 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
         )
 
     meaning = {
-        "config": sha256_file(folder / "config.json"),
+        **{name: sha256_file(folder / name) for name in names if name != "model.safetensors"},
         "weights": info.sha256,
         "target": fingerprint.model_dump(mode="json"),
     }

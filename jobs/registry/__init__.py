@@ -10,13 +10,11 @@ from jobs.registry.alias_log import ANY
 from jobs.registry.moves import AliasMoved, Move
 from jobs.registry.registry import Registry
 from jobs.registry.runs import Dataset, metric_name
-from jobs.registry.stored import FILES
 from jobs.registry.version import FAILED, PASSED, PENDING, WHY, Version, data_tags, lineage_tags
 
 __all__ = [
     "ANY",
     "FAILED",
-    "FILES",
     "PASSED",
     "PENDING",
     "WHY",
