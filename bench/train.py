@@ -288,7 +288,9 @@ def two_uneven_workers(setting: Setting) -> dict[str, Figure]:
     """Two processes on gloo over uneven, too short and empty rows: do both finish, with equal step counts?"""
     from bench.oracles.two_workers import uneven_workers
 
-    config, states = toy_training(setting.work / "workers", steps=8, checkpoint_every=4)
+    config, states = toy_training(
+        setting.work / "workers", steps=8, checkpoint_every=4, blocks_per_step=24, compute="float32"
+    )
     figures = {}
     for parallel, found in uneven_workers(setting.work / "workers" / "runs", config, states).items():
         difference = found.get("largest_difference")
@@ -309,7 +311,7 @@ def float64_vs_reference(setting: Setting) -> dict[str, Figure]:
     return {"float64_vs_reference": at_most(found[worst], 1e-9, on="toys", n=len(found), worst=worst)}
 
 
-def toy_training(root: Path, *, steps: int, checkpoint_every: int) -> tuple[Any, Any]:
+def toy_training(root: Path, **train: Any) -> tuple[Any, Any]:
     """A toy target's configuration and cache, for runs of the trainer alone."""
     import shutil
 
@@ -319,7 +321,7 @@ def toy_training(root: Path, *, steps: int, checkpoint_every: int) -> tuple[Any,
     toys.target_folder(root / "target")
     rows = [("train", toys.counting_row(3 * i, 14 + i % 7, 3, name=f"row-{i}")) for i in range(12)]
     rows += [("validation", toys.counting_row(5 * i + 1, 16, 3, name=f"held-{i}")) for i in range(3)]
-    return toys.config(root, steps=steps, checkpoint_every=checkpoint_every, patience=None), toys.cache(root, rows)
+    return toys.config(root, patience=None, **train), toys.cache(root, rows)
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Figure]]] = {

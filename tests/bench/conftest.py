@@ -1,0 +1,6 @@
+"""`import toys` for the bench's tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "drafter"))
