@@ -372,6 +372,26 @@ def test_a_run_with_nothing_to_learn_never_starts(rows, words, site, monkeypatch
         train.run(toys.config(site), toys.cache(site, rows), start=None, role="champion")
 
 
+def test_rows_without_room_for_a_block_are_left_out_and_counted(site):
+    rows = [("train", toys.counting_row(3 * i, 18, 3)) for i in range(3)] + [("train", toys.row(20, 18, seed=7))]
+    cache = toys.cache(site, [*rows, ("validation", toys.counting_row(1, 20, 4))])
+    trained = train.run(toys.config(site), cache, start=None, role="champion").manifest
+    assert (trained.counts["train_rows"], trained.counts["too_short"], trained.counts["empty_steps"]) == (3, 1, 0)
+
+
+def test_how_a_run_is_executed_does_not_change_what_it_is_and_what_it_computes_in_does(site):
+    cache, ids = states(site), []
+    for settings in ({}, {"tokens_per_pass": 999, "num_workers": 2, "parallel": "fsdp", "compile": True},
+                     {"activation_checkpointing": True, "control": True}, {"replay_share": 0.7},
+                     {"compute": str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")},
+                     {"anchors": "on_policy"}, {"max_row_weight": 1}, {"patience": None}):  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "complete", lambda *a, **named: ids.append((named["parents"], named["meaning"])))
+            train.run(toys.config(site, **settings), cache, start=None, role="champion")
+    assert all(one == ids[0] for one in ids[:5]), "with nothing to replay, its share means nothing"
+    assert all(one != ids[0] for one in ids[5:])
+
+
 def test_a_cache_of_the_held_out_rows_alone_says_that_it_is_one(site):
     cache = states(site)
     held_out = cache.manifest.model_copy(update={"splits": ("validation", "gate")})
