@@ -10,6 +10,7 @@ Source: DFlash, arXiv 2602.06036, section 3; windows as in vLLM's drafter.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,30 +83,97 @@ def attend(
     sinks: Tensor | None,  # [N], logits that take part in the softmax and have no value
 ) -> Tensor:  # [A, B, N, E]
     """The blocks' queries over what they see."""
-    A, B, N, E = q.shape
-    G = k.shape[2]
-    # Heads that share keys are stacked along the queries, so that no key is copied.
-    q = (q * E**-0.5).view(A, B, G, N // G, E).permute(0, 2, 3, 1, 4)  # [A, G, N/G, B, E]
-    k, v = k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]  # [A, G, 1, B, E]
-    context_k, context_v = context_k.transpose(0, 1), context_v.transpose(0, 1)  # [G, T, E]
-    if sinks is not None:
-        sinks = sinks.view(G, N // G, 1, 1)
-    to_block = q @ k.transpose(-1, -2)
-    if seen.is_hidden_in_block is not None:
-        to_block = to_block.masked_fill(seen.is_hidden_in_block, float("-inf"))
-    out = []
-    for group in seen.groups:
-        keys, values = context_k[:, group.context], context_v[:, group.context]
-        g, S = group.blocks.stop - group.blocks.start, keys.shape[1]
-        queries = q[group.blocks].transpose(0, 1).reshape(G, -1, E)
-        scores = (queries @ keys.transpose(-1, -2)).view(G, g, N // G, B, S).transpose(0, 1)
-        if group.is_hidden is not None:
-            scores = scores.masked_fill(group.is_hidden[:, None, None], float("-inf"))
-        parts = [scores, to_block[group.blocks]]
-        if sinks is not None:
-            parts.append(sinks.to(q.dtype).expand(g, G, N // G, B, 1))
-        weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1)
-        on_context = weights[..., :S].transpose(0, 1).reshape(G, g * N // G * B, S)
-        mixed = (on_context @ values).view(G, g, N // G, B, E).transpose(0, 1)
-        out.append(mixed + weights[..., S : S + B] @ v[group.blocks])
-    return torch.cat(out).permute(0, 3, 1, 2, 4).reshape(A, B, N, E)
+    return _Attend.apply(q, k, v, context_k, context_v, sinks, seen)
+
+
+class _Attend(torch.autograd.Function):
+    """Gradients by hand: each group writes its part of them once, in place.
+
+    Heads that share keys are stacked along the queries, so that no key is copied: R = N / G of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context_k: Tensor,
+        context_v: Tensor,
+        sinks: Tensor | None,
+        seen: View,
+    ) -> Tensor:
+        (A, B, N, E), G = q.shape, k.shape[2]
+        R = N // G
+        ctx.shape = (A, B, G, R, E)
+        queries = torch.mul(q.view(A, B, G, R, E).permute(2, 0, 3, 1, 4), E**-0.5).contiguous()  # [G, A, R, B, E]
+        keys, values = k.permute(2, 0, 1, 3).contiguous(), v.permute(2, 0, 1, 3).contiguous()  # [G, A, B, E]
+        context_k, context_v = context_k.transpose(0, 1), context_v.transpose(0, 1)  # [G, T, E]
+        to_block = _per_block(queries, keys.mT)  # [G, A, R, B, B]
+        if seen.is_hidden_in_block is not None:
+            to_block.masked_fill_(seen.is_hidden_in_block, float("-inf"))
+        mixed, kept = torch.empty_like(queries), []
+        for group in seen.groups:
+            g, S = group.blocks.stop - group.blocks.start, group.context.stop - group.context.start
+            own = queries[:, group.blocks].flatten(1, 3)  # [G, g R B, E]
+            weights = own.new_empty(G, g, R, B, S + B + (sinks is not None))
+            weights[..., :S] = torch.bmm(own, context_k[:, group.context].mT).view(G, g, R, B, S)
+            if group.is_hidden is not None:
+                weights[..., :S].masked_fill_(group.is_hidden[:, None], float("-inf"))
+            weights[..., S : S + B] = to_block[:, group.blocks]
+            if sinks is not None:
+                weights[..., -1] = sinks.view(G, 1, R, 1)
+            torch._softmax(weights, -1, False, out=weights)
+            mixed[:, group.blocks] = _per_block(weights[..., S : S + B], values[:, group.blocks])
+            over_context = torch.bmm(weights.flatten(1, 3)[..., :S], context_v[:, group.context])
+            mixed[:, group.blocks] += over_context.view(G, g, R, B, E)
+            kept.append(weights)
+        ctx.seen, ctx.has_sinks = seen, sinks is not None
+        ctx.save_for_backward(queries, keys, values, context_k, context_v, *kept)
+        return mixed.permute(1, 3, 0, 2, 4).reshape(A, B, N, E)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, context_k, context_v, *kept = ctx.saved_tensors
+        A, B, G, R, E = ctx.shape
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        grad = grad.view(A, B, G, R, E).permute(2, 0, 3, 1, 4).contiguous()  # [G, A, R, B, E]
+        by_queries = torch.empty_like(queries)
+        by_keys, by_values = torch.empty_like(keys), torch.empty_like(values)
+        # Neighbouring groups see the same positions: their shares are added up.
+        by_context_k = torch.zeros(context_k.shape, dtype=wide, device=grad.device)
+        by_context_v = torch.zeros_like(by_context_k)
+        by_sinks = torch.zeros(G, R, dtype=wide, device=grad.device) if ctx.has_sinks else None
+        for group, weights in zip(ctx.seen.groups, kept, strict=True):
+            S, some = group.context.stop - group.context.start, group.blocks
+            own, given = queries[:, some].flatten(1, 3), grad[:, some].flatten(1, 3)  # [G, g R B, E]
+            on_context, on_block = weights.flatten(1, 3)[..., :S], weights[..., S : S + B]
+            by_context_v[:, group.context] += torch.bmm(on_context.mT, given)
+            by_values[:, some] = _per_block_sum(on_block, grad[:, some])
+            by_scores = torch.zeros_like(weights)
+            by_scores[..., :S] = torch.bmm(given, context_v[:, group.context].mT).view(*weights.shape[:-1], S)
+            by_scores[..., S : S + B] = _per_block(grad[:, some], values[:, some].mT)
+            by_scores = torch._softmax_backward_data(by_scores, weights, -1, weights.dtype)
+            to_context, to_block = by_scores.flatten(1, 3)[..., :S], by_scores[..., S : S + B]
+            by_context_k[:, group.context] += torch.bmm(to_context.mT, own)
+            by_keys[:, some] = _per_block_sum(to_block, queries[:, some])
+            by_queries[:, some] = _per_block(to_block, keys[:, some])
+            by_queries[:, some] += torch.bmm(to_context, context_k[:, group.context]).view(by_queries[:, some].shape)
+            if by_sinks is not None:
+                by_sinks += by_scores[..., -1].sum(dim=(1, 3), dtype=wide)
+        by_q = by_queries.mul_(E**-0.5).permute(1, 3, 0, 2, 4).reshape(A, B, G * R, E)
+        by_k, by_v = by_keys.permute(1, 2, 0, 3), by_values.permute(1, 2, 0, 3)
+        by_context = (part.to(grad.dtype).transpose(0, 1) for part in (by_context_k, by_context_v))
+        return by_q, by_k, by_v, *by_context, None if by_sinks is None else by_sinks.flatten(), None
+
+
+def _per_block(a: Tensor, b: Tensor) -> Tensor:  # [G, g, R, B, x], [G, g, x, y] -> [G, g, R, B, y]
+    G, g, R, B, x = a.shape
+    y = b.shape[-1]
+    return torch.bmm(a.reshape(G * g, R * B, x), b.reshape(G * g, x, y)).view(G, g, R, B, y)
+
+
+def _per_block_sum(a: Tensor, b: Tensor) -> Tensor:  # [G, g, R, B, x], [G, g, R, B, y] -> [G, g, x, y]
+    G, g, R, B, x = a.shape
+    y = b.shape[-1]
+    return torch.bmm(a.reshape(G * g, R * B, x).mT, b.reshape(G * g, R * B, y)).view(G, g, x, y)

@@ -14,21 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafter.attention import View, attend, view
+from drafter.norm import RMSNorm
 from drafter.packing import Packed
 from drafter.shape import DrafterShape
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a gain, in float32 at least."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), (x.shape[-1],), self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -63,7 +51,7 @@ class Attention(nn.Module):
         context_rope: tuple[Tensor, Tensor],  # of the context's, [T, 1, R/2]
         seen: View,
     ) -> Tensor:  # [A, B, H]
-        q = self._turned(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), rope)
+        q = self.q_norm.and_turn(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), self._rope, *rope)
         k, v = self._keys_and_values(x, rope)
         context_k, context_v = self._keys_and_values(context, context_rope)
         out = attend(q, k, v, context_k, context_v, seen, self.attention_sink_bias)
@@ -71,12 +59,9 @@ class Attention(nn.Module):
 
     def _keys_and_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # 2 x [..., G, E]
         heads = (self.num_kv_heads, self.head_dim)
-        k = self._turned(self.k_norm(self.k_proj(x).unflatten(-1, heads)), rope)
+        k = self.k_norm.and_turn(self.k_proj(x).unflatten(-1, heads), self._rope, *rope)
         v = self.v_proj(x).unflatten(-1, heads)
         return k, v if self._value_scale is None else v * self._value_scale
-
-    def _turned(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return self._rope.turn(x, *rope).to(x.dtype)
 
 
 class MLP(nn.Module):
