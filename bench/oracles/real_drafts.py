@@ -84,7 +84,7 @@ class Comparison:
             ids[draft.anchor] = draft.anchor_id
             row = CachedRow("", "", ids, 1, states)
             packed = pack([Deal(row, torch.tensor([draft.anchor]), 1.0)], drafter.shape.block_size, frozen.head.dtype)
-            ours = hidden_of(drafter, frozen, packed)[0] @ frozen.head.T
+            ours = hidden_of(drafter, frozen, packed)[0] @ frozen.head.T * drafter.shape.logit_scale
             self.num_slots += len(ours)
             self.num_same += int((ours.argmax(-1) == draft.logits.argmax(-1)).sum())
             self.max_abs_difference = max(self.max_abs_difference, float((ours - draft.logits).abs().max()))
