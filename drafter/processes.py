@@ -60,6 +60,7 @@ def prepare(drafter: Drafter, config: TrainConfig) -> Drafter:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
             # Each process's loss is divided by the whole step's weight already: gradients add up.
             part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other for float32
     return drafter
 
 

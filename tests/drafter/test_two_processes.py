@@ -21,6 +21,8 @@ SAME = [
     Case("sharded, several passes", FSDP | SPLIT, rows="uneven"),
     Case("sharded, layers computed again", FSDP | {"activation_checkpointing": True}, rows="uneven"),
     Case("sharded, adamw", FSDP | {"optimizer": "adamw"}),
+    Case("in float32", rows="uneven", dtype="float32"),
+    Case("sharded, in float32", FSDP, rows="uneven", dtype="float32"),
 ]
 STRAIGHT = SAME[1]
 
@@ -56,19 +58,20 @@ def alone(tmp_path_factory):
     return {case.name: train_case(case, root) for case in SAME}
 
 
-def require_same(two, one):
+def require_same(two, one, *, within=1e-9):
     assert two["step"] == one["step"] == 5
     for name, weight in one["weights"].items():
-        assert (two["weights"][name] - weight).abs().max() < 1e-9, name
+        assert (two["weights"][name] - weight).abs().max() < within, name
     for a, b in zip(one["curve"], two["curve"], strict=True):
         for key in ("step", "loss", "slot1_accuracy", "slot3_accuracy", "walk_acceptance_length", "gradient_norm"):
-            assert a.get(key) == pytest.approx(b.get(key), abs=1e-6), key
+            assert a.get(key) == pytest.approx(b.get(key), abs=max(1e-6, within)), key
 
 
 @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
 def test_two_processes_train_as_one(case, together, alone):
     for rank in (0, 1):
-        require_same(result(together / "first", case, rank), alone[case.name])
+        within = 1e-9 if case.dtype == "float64" else 1e-5
+        require_same(result(together / "first", case, rank), alone[case.name], within=within)
 
 
 @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)

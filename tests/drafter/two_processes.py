@@ -24,6 +24,7 @@ class Case:
     """Steps after which every process ends without a word."""
     goes_on_from: str | None = None
     """The folder of an earlier run, by the name of its case and its number of processes."""
+    dtype: str = "float64"
 
 
 class Killed(BaseException):
@@ -31,17 +32,17 @@ class Killed(BaseException):
 
 
 def run_together(root: Path, cases: list[Case], *, timeout_s: float = 60) -> None:
-    """Run every case in two processes; each saves what it ends with. Fails when they are not through in time."""
+    """Run every case in two processes; each saves what it ends with. Fails when they hang in one of them."""
     context = mp.start_processes(train_rank, (2, str(root), cases), nprocs=2, join=False, start_method="spawn")
     # Their imports may be slow on a busy machine, their training may not.
-    for event, limit in (("ready", 300.0), ("done", timeout_s)):
+    for event, limit in (("ready", 300.0), *((case.name, timeout_s) for case in cases)):
         deadline = time.monotonic() + limit
-        while not all((root / f"{event}-{rank}").exists() for rank in (0, 1)):
+        while not all((root / f"{event} - {rank}").exists() for rank in (0, 1)):
             context.join(timeout=0.05)  # raises what a process raised
             if time.monotonic() > deadline:
                 for process in context.processes:
                     process.kill()
-                raise TimeoutError(f"the two processes are not {event} within {limit} s")
+                raise TimeoutError(f"the two processes are not through with {event!r} within {limit} s")
 
 
 def result(root: Path, case: Case, rank: int) -> dict[str, Any]:
@@ -54,13 +55,16 @@ def train_rank(rank: int, world: int, root: str, cases: list[Case]) -> None:
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=world)
-    import drafter.loop  # noqa: F401 - slow, so before anyone counts the time
+    import toys  # noqa: F401 - imports take long, so all before anyone counts the time
 
-    (Path(root) / f"ready-{rank}").touch()
+    import drafter.loop  # noqa: F401
+
+    (Path(root) / f"ready - {rank}").touch()
     for case in cases:
         torch.save(train_case(case, Path(root)), Path(root) / f"{case.name}-{world}-{rank}.pt")
+        dist.barrier()
+        (Path(root) / f"{case.name} - {rank}").touch()
     dist.destroy_process_group()
-    (Path(root) / f"done-{rank}").touch()
     os._exit(0)  # what follows is torch's own tear-down, a minute on a busy machine
 
 
@@ -76,11 +80,12 @@ def train_case(case: Case, root: Path) -> dict[str, Any]:
     world = rank_and_world()[1]
     folder = root / (case.goes_on_from or f"{case.name}-{world}")
     config = toys.config(folder, **{"steps": 5, "checkpoint_every": 1, **case.settings}).train
-    model = toys.drafter(toys.shape(num_hidden_layers=2))
+    dtype = getattr(torch, case.dtype)
+    model, frozen = toys.drafter(toys.shape(num_hidden_layers=2), dtype=dtype), toys.frozen(dtype=dtype)
     feed = CachedFeed(rows_of(case), config, block_size=model.shape.block_size)
     validation, steps = Validation([toys.counting_row(1, 14, 4)]), counted_steps(case.killed_after)
     try:
-        progress = train_loop(model, toys.frozen(), feed, validation, config, folder)
+        progress = train_loop(model, frozen, feed, validation, config, folder)
     except Killed:
         return {"steps_taken": len(steps)}
     return {
