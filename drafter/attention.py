@@ -1,36 +1,26 @@
-"""Who sees whom, and attention over just that: no work on masked areas.
+"""Attention over what slots see, and no work on masked areas.
 
 Legend: T context positions of all rows, A blocks of all rows, B block size, N heads, G key-value heads, E head width.
-On a CPU each row is taken in groups of neighbouring blocks, whose keys are one slice of the context; on a GPU flex
-attention skips the empty tiles of one mask over [contexts | blocks].
-
-Source: DFlash, arXiv 2602.06036, section 3; windows as in vLLM's drafter.
+On a CPU each row is taken in groups of neighbouring blocks, whose keys are one slice of the context; on a GPU one mask
+over all rows does it (drafter/flex.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from drafter.flex import attend_by_mask, block_mask
 from drafter.packing import Packed
 from drafter.shape import LayerAttention
+from drafter.visibility import sees
 
-# Neighbouring blocks whose context is multiplied at once: fewer waste less on what only the last may see, more
-# make larger products.
-_BLOCKS_A_GROUP = 16
-
-
-def sees(layer: LayerAttention, position: Tensor, anchor: Tensor, key: Tensor, *, is_context: bool) -> Tensor:
-    """Where the slot at ``position`` of the block at ``anchor`` sees ``key``, a position of its context or its block.
-
-    All positions are those of one row; shapes broadcast.
-    """
-    last = anchor - 1 if is_context else position  # of what may be seen
-    seen = key <= last if is_context or layer.is_causal else key == key
-    return seen if layer.window is None else seen & ((position - key).abs() < layer.window)
+# A group of neighbouring blocks is multiplied with the context of all of them. It spans so many positions, or so small
+# a part of what its first block sees, that little is multiplied in vain.
+_SPAN, _SPAN_SHARE = 64, 1 / 8
 
 
 @dataclass(frozen=True)
@@ -50,27 +40,40 @@ class View:
     is_hidden_in_block: Tensor | None  # bool [B, B]; None where every slot sees all of its block
 
 
-def view(layer: LayerAttention, packed: Packed, block_size: int) -> View:
-    """The groups of this pass, for layers of this kind."""
-    slots = torch.arange(block_size)
+Seen = View | BlockMask
+
+
+def view(layer: LayerAttention, packed: Packed, block_size: int) -> Seen:
+    """What ``attend`` needs to know of this pass, in layers of this kind."""
+    if packed.anchors.is_cuda:
+        return block_mask(layer, packed, block_size)
+    slots, anchors = torch.arange(block_size), packed.anchors
     groups, first_block, offset = [], 0, 0
-    anchors = packed.anchors.cpu()
     for num_blocks, num_positions in zip(packed.num_blocks, packed.num_positions, strict=True):
-        last_block = first_block + num_blocks
-        for start, end in pairwise([*range(first_block, last_block, _BLOCKS_A_GROUP), last_block]):
-            some = anchors[start:end]
-            first = 0 if layer.window is None else max(0, int(some[0]) - layer.window + 1)
-            context = torch.arange(first, int(some[-1]))
-            seen = sees(
-                layer, some[:, None, None] + slots[:, None], some[:, None, None], context, is_context=True
-            )  # [g, B, context]
-            keys = slice(offset + first, offset + int(some[-1]))
-            groups.append(Group(slice(start, end), keys, None if seen.all() else ~seen))
-        first_block, offset = last_block, offset + num_positions
+        of_row = anchors[first_block : first_block + num_blocks].tolist()
+        for start, end in _neighbours(of_row, layer.window):
+            some = anchors[first_block + start : first_block + end, None, None]
+            first = 0 if layer.window is None else max(0, of_row[start] - layer.window + 1)
+            last = of_row[end - 1]
+            seen = sees(layer, some + slots[:, None], some, torch.arange(first, last), is_context=True)  # [g, B, S]
+            blocks = slice(first_block + start, first_block + end)
+            groups.append(Group(blocks, slice(offset + first, offset + last), None if seen.all() else ~seen))
+        first_block, offset = first_block + num_blocks, offset + num_positions
     if not groups:  # keys, values and sinks take part all the same
         groups.append(Group(slice(0, 0), slice(0, 0), None))
     seen = sees(layer, slots[:, None], slots[:1], slots, is_context=False)
     return View(groups, None if seen.all() else ~seen)
+
+
+def _neighbours(anchors: Sequence[int], window: int | None) -> Iterator[tuple[int, int]]:
+    start = 0
+    for i, anchor in enumerate(anchors):
+        first = anchors[start]
+        if anchor - first > max(_SPAN, _SPAN_SHARE * min(first, window or first)):
+            yield start, i
+            start = i
+    if anchors:
+        yield start, len(anchors)
 
 
 def attend(
@@ -79,10 +82,12 @@ def attend(
     v: Tensor,  # [A, B, G, E]
     context_k: Tensor,  # [T, G, E]
     context_v: Tensor,  # [T, G, E]
-    seen: View,
+    seen: Seen,
     sinks: Tensor | None,  # [N], logits that take part in the softmax and have no value
 ) -> Tensor:  # [A, B, N, E]
     """The blocks' queries over what they see."""
+    if isinstance(seen, BlockMask):
+        return attend_by_mask(q, k, v, context_k, context_v, seen, sinks)
     return _Attend.apply(q, k, v, context_k, context_v, sinks, seen)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafter.attention import View, attend, view
+from drafter.attention import Seen, attend, view
 from drafter.norm import RMSNorm
 from drafter.packing import Packed
 from drafter.shape import DrafterShape
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         context: Tensor,  # [T, H]
         rope: tuple[Tensor, Tensor],  # cos and sin of the slots' positions, [A, B, 1, R/2]
         context_rope: tuple[Tensor, Tensor],  # of the context's, [T, 1, R/2]
-        seen: View,
+        seen: Seen,
     ) -> Tensor:  # [A, B, H]
         q = self.q_norm.and_turn(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), self._rope, *rope)
         k, v = self._keys_and_values(x, rope)

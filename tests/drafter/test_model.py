@@ -3,6 +3,7 @@ import torch
 import toys
 
 from bench.oracles.plain_reference import draft_hidden
+from drafter import attention
 from drafter.dataset import CachedRow
 from drafter.deal import Deal
 from drafter.packing import pack
@@ -37,9 +38,11 @@ def test_the_drafter_is_the_plain_reference(variant):
     assert difference.abs().max() < 1e-12
 
 
-def test_many_blocks_of_a_long_row_are_the_plain_reference():
+@pytest.mark.parametrize("span", [0, 7, 40])
+def test_blocks_taken_in_groups_are_the_plain_reference(span, monkeypatch):
+    monkeypatch.setattr(attention, "_SPAN", span)
     model, frozen = toys.drafter(toys.shape(**toys.VARIANTS["mixed layers"])), toys.frozen()
-    rows, anchors = [toys.row(70, 2, seed=1), toys.row(50, 2, seed=2)], [list(range(2, 60)), [40]]
+    rows, anchors = [toys.row(70, 2, seed=1), toys.row(50, 2, seed=2)], [list(range(2, 60, 3)), [40]]
     with torch.no_grad():
         difference = ours(model, frozen, rows, anchors) - plain(model, frozen, rows, anchors)
     assert difference.abs().max() < 1e-12

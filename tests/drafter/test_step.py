@@ -6,6 +6,7 @@ import torch
 import toys
 
 from bench.oracles.plain_reference import decay, dpace, draft_hidden, full_logit_loss
+from drafter import attention
 from drafter.deal import Deal
 from drafter.step import backward, passes_of, slot_weights_of
 
@@ -74,6 +75,19 @@ def test_a_step_is_the_same_in_every_number_of_passes():
         assert torch.equal(result.hits, results[0][0].hits)
         assert [a.tolist() for a in result.accepted] == [a.tolist() for a in results[0][0].accepted]
         assert all((gradient[name] - results[0][1][name]).abs().max() < 1e-12 for name in gradient)
+
+
+@pytest.mark.parametrize("variant", ["full", "mixed layers", "sinks in windows"])
+def test_gradients_do_not_depend_on_how_blocks_are_grouped(variant, monkeypatch):
+    model, frozen = toys.drafter(toys.shape(**toys.VARIANTS[variant])), toys.frozen()
+    deals = deals_of([toys.row(60, 2, seed=1), toys.row(30, 2, seed=2)], [list(range(2, 50, 2)), [9, 20]], [1.0, 2.0])
+    found = []
+    for span in (0, 5, 100):
+        monkeypatch.setattr(attention, "_SPAN", span)
+        backward(model, frozen, deals, torch.ones_like, normalizer=9, tokens_per_pass=1000)
+        found.append(gradients(model))
+    for other in found[1:]:
+        assert all((other[name] - found[0][name]).abs().max() < 1e-9 for name in other)
 
 
 def test_passes_hold_at_most_the_tokens_asked_for_in_the_deals_order():
