@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -99,7 +100,9 @@ class Setting:
         folder = self.work / "exported" / found.states.id
         if not (folder / "rows.json").exists():
             export(folder, rows, read_rows(last, "train"), hidden_size=found.states.manifest.hidden_size)
-        return Ground(config, found.states.id, folder, self.work, THREADS), found
+        count = max(1, config.train.blocks_per_step // config.train.anchors_per_row)
+        longest = sum(sorted(row.num_tokens for row in rows)[-count:])
+        return Ground(config, found.states.id, folder, self.work, THREADS, pack_tokens=longest), found
 
 
 def speed(setting: Setting) -> dict[str, Figure]:
@@ -196,9 +199,12 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         accepted = {role: round(accepted_per_step(rows, role), 3) for role in drafters}
         notes.append({"seed": seed, "ours": ours.told(), "theirs": theirs.told(), "served": accepted})
     note = {"on": f"{setting.on}, {setting.seconds:g} s, Muon", "n": setting.seeds, "intervals": lows, "runs": notes}
-    tried = {name: [run.told() for run in runs] for name, runs in trials.items()}
+    note["trials"] = {name: [run.told() for run in runs] for name, runs in trials.items()}
+    is_told = all(map(isfinite, ratios))
     return {
-        "acceptance_at_equal_time": at_least(median(ratios), 1.3, **note, ratios=ratios, trials=tried),
+        "acceptance_at_equal_time": at_least(median(ratios), 1.3, **note, ratios=ratios)
+        if is_told
+        else unknown("too short a run: a drafter has no draft accepted") | note,
         "acceptance_at_equal_time.same_drafts_converted": at_least(same, 0.999, on="float32, both forward passes"),
     }
 
@@ -249,25 +255,32 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     if unknown_names := set(wanted) - set(files):
         raise SystemExit(f"--workloads {sorted(unknown_names)}: there are {sorted(files)}")
     states, champion = general_champion(config, budget, threads=THREADS)
-    figures, falls = {}, []
-    for name in wanted:
-        found = won(config, budget, files[name], states, champion, threads=THREADS)
-        on = f"{setting.on}, {name}"
-        figures[f"four_workloads.{name}"] = above(found.over_champion.low, 1.0, on=on, ratio=found.over_champion.ratio,
-                                                  **found.note())  # fmt: skip
-        control = {"low": found.over_control.low, "high": found.over_control.high, "n": found.over_control.num_clusters}
-        figures[f"four_workloads.{name}.over_control"] = above(control["low"], 1.0, on=on,
-                                                               ratio=found.over_control.ratio, **control)  # fmt: skip
-        falls.append((name, found.general))
-    ratios = [figures[f"four_workloads.{name}"]["ratio"] for name in wanted]
-    note = {"on": setting.on, "n": len(ratios), "ratios": dict(zip(wanted, ratios, strict=True))}
-    figures["four_workloads.at_1.2"] = at_least(sum(ratio >= 1.2 for ratio in ratios), 2, **note)
-    name, worst = min(falls, key=lambda one: one[1].ratio)
-    figures["four_workloads.general_fall"] = at_most(
-        1 - worst.ratio, 0.03, on=f"{setting.on}, {name}", low=worst.low, high=worst.high,
-        ratios={name: one.ratio for name, one in falls},
-    )  # fmt: skip
-    return figures
+    found = {name: won(config, budget, files[name], states, champion, threads=THREADS) for name in wanted}
+    figures = {}
+    for name, one in found.items():
+        note = {"on": f"{setting.on}, {name}", "accepted": one.accepted}
+        figures[f"four_workloads.{name}"] = above_one(one.over_champion, **note)
+        figures[f"four_workloads.{name}.over_control"] = above_one(one.over_control, **note)
+    note = {"on": setting.on, "ratios": {name: one.over_champion.ratio for name, one in found.items()}}
+    note["n"] = len(found)
+    won_much = sum(ratio >= 1.2 for ratio in note["ratios"].values())
+    figures["four_workloads.at_1.2"] = at_least(won_much, 2, **note)
+    general = {name: one.general for name, one in found.items() if one.general.is_known}
+    if not general:
+        return figures | {"four_workloads.general_fall": unknown("no draft was accepted on general prompts")}
+    worst = min(general, key=lambda name: general[name].ratio)
+    note = {"low": general[worst].low, "high": general[worst].high, "n": general[worst].num_clusters}
+    note["ratios"] = {name: interval.ratio for name, interval in general.items()}
+    fall = at_most(1 - general[worst].ratio, 0.03, on=f"{setting.on}, {worst}", **note)
+    return figures | {"four_workloads.general_fall": fall}
+
+
+def above_one(interval: Any, **note: Any) -> Figure:
+    """The lower end of a ratio's interval, which must be above 1."""
+    if not interval.is_known:
+        return unknown("too few drafts accepted to tell a ratio") | note
+    ends = {"ratio": interval.ratio, "low": interval.low, "high": interval.high, "n": interval.num_clusters}
+    return above(interval.low, 1.0, **note, **ends)
 
 
 def resume_identical(setting: Setting) -> dict[str, Figure]:

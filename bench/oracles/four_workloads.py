@@ -49,15 +49,6 @@ class Won:
     accepted: dict[str, float]
     """Role → accepted drafts a step."""
 
-    def note(self) -> dict[str, Any]:
-        """For the figure."""
-        return {
-            "low": self.over_champion.low,
-            "high": self.over_champion.high,
-            "n": self.over_champion.num_clusters,
-            "accepted": {role: round(one, 3) for role, one in self.accepted.items()},
-        }
-
 
 def workload_files(root: Path, budget: Budget, outside: Sequence[Path]) -> dict[str, Path]:
     """Workload → its traffic: two that are generated, and a file of prompts each."""
@@ -101,7 +92,7 @@ def won(
         accepted_ratio(rows, "challenger", "champion"),
         accepted_ratio(rows, "challenger", "control"),
         accepted_ratio(rows, "challenger", "champion", prompt_set="general"),
-        {role: accepted_per_step(rows, role) for role in drafters},
+        {role: round(accepted_per_step(rows, role), 3) for role in drafters},
     )
 
 
