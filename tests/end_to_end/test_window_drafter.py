@@ -26,7 +26,7 @@ from drafter.shape import LayerAttention, config_of  # noqa: E402
 
 
 def odd_drafter(folder, *, is_causal):
-    """Windows, biases, sinks, scaled values and logits, a partial and interleaved rope; each layer with its own gains."""
+    """Windows, biases, sinks, scaled values and logits, a partial and interleaved rope; own gains in each layer."""
     shape = toys.shape(
         hidden_size=128,
         intermediate_size=192,
