@@ -117,7 +117,7 @@ def test_a_mixed_feed_goes_on_from_its_state_and_tells_each_part_of_its_own_rows
     assert [*parts, *go(feeds[2], range(9, 20))] == straight
     for table in (part._visits for part in (feeds[0]._own._dealer, *feeds[0]._dealers)):
         for row in range(len(table.sizes)):
-            known = table.known[int(table.offsets[row]) : int(table.offsets[row] + table.sizes[row])]
+            known = torch.from_numpy(table.known)[table.offsets[row] : table.offsets[row] + table.sizes[row]]
             where = (known >= 0).nonzero().squeeze(1)
             assert len(where) and torch.equal(known[where].long(), (where + 4) % 4), "each count where it was found"
 
