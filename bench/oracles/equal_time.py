@@ -108,9 +108,10 @@ class Side:
         if self._setting is None:
             process.ask(do="save", path=str(folder))
             return None
-        weights = folder / "peer.safetensors"
+        weights = folder.with_name(f"{folder.name}.safetensors")  # vLLM would load what lies in the folder
         process.ask(do="save", path=str(weights))
         drafter = converted(weights, self._held.shape, folder)
+        weights.unlink()
         return same_drafts(process, drafter, self._held.frozen, list(self._held.first_exported))["share"]
 
 
