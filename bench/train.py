@@ -32,6 +32,7 @@ from pipeline.errors import StageError  # noqa: E402
 DEMO_TARGET = ROOT / "runs" / "targets" / "SmolLM2-135M-Instruct"
 THREADS = len(os.sched_getaffinity(0))
 MAILS, MAILS_SEED = 520, 11
+FAVOURITE = 433  # a token that the toy target says often: there is something to learn
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         rows = served(ground.config, drafters, found.responses)
         interval = accepted_ratio(rows, "challenger", "champion")
         ratios.append(interval.ratio)
-        lows.append((interval.low, interval.high))
+        lows.append((interval.low, interval.high) if interval.is_known else None)
         same = min(same, theirs.same_drafts)
         accepted = {role: round(accepted_per_step(rows, role), 3) for role in drafters}
         notes.append({"seed": seed, "ours": ours.told(), "theirs": theirs.told(), "served": accepted})
@@ -244,7 +245,7 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.four_workloads import Budget, general_champion, won, workload_files
 
     root = setting.work / "four"
-    budget = Budget(48, 48, 24, 6, 4, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 240, 120, 4e-3, 1e-3)
+    budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 240, 120, 4e-3, 1e-3)
     train = {"blocks_per_step": 64 if setting.small else 256, "checkpoint_every": 4 if setting.small else 60}
     evaluate = {"early_stop": False, "concurrency": 16, "blocks": 2, "general_prompts": 4 if setting.small else 64,
                 "max_tokens": budget.max_tokens}  # fmt: skip
@@ -258,12 +259,12 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     found = {name: won(config, budget, files[name], states, champion, threads=THREADS) for name in wanted}
     figures = {}
     for name, one in found.items():
-        note = {"on": f"{setting.on}, {name}", "accepted": one.accepted}
+        note = {"on": f"{setting.on}, {name}", "accepted_per_step": one.accepted}
         figures[f"four_workloads.{name}"] = above_one(one.over_champion, **note)
         figures[f"four_workloads.{name}.over_control"] = above_one(one.over_control, **note)
-    note = {"on": setting.on, "ratios": {name: one.over_champion.ratio for name, one in found.items()}}
-    note["n"] = len(found)
-    won_much = sum(ratio >= 1.2 for ratio in note["ratios"].values())
+    ratios = {name: one.over_champion.ratio for name, one in found.items() if one.over_champion.is_known}
+    note = {"on": setting.on, "ratios": ratios, "n": len(found)}
+    won_much = sum(ratio >= 1.2 for ratio in ratios.values())
     figures["four_workloads.at_1.2"] = at_least(won_much, 2, **note)
     general = {name: one.general for name, one in found.items() if one.general.is_known}
     if not general:
@@ -367,7 +368,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         target = work / "toy-target"
         layers, mask, on = TARGET_LAYER_IDS, 2, "toy"
         if not target.exists():
-            tiny_target(target)
+            tiny_target(target, favourite=FAVOURITE)
     else:
         layers, mask, on = spread_layers(read_target_shape(target).num_layers), arguments.mask_token_id, target.name
     small = arguments.small or is_toy
