@@ -126,37 +126,41 @@ class _Logits(NamedTuple):
         (n, H), V = x.shape, len(self.head)
         size, wide = min(V, _PIECES[x.device.type].vocabulary), torch.promote_types(x.dtype, torch.float32)
         room = x.new_empty(2 if self.soft_cap else 1, n, size)
-        of_piece, labels = x.new_empty(n, H), labels[:, None]
+        of_piece, of_piece_wide, labels = x.new_empty(n, H), x.new_empty(n, H, dtype=wide), labels[:, None]
         at_label = x.new_empty(n, 1, dtype=wide)
         slope_at_label = x.new_empty(n, 1)
         total = x.new_full((n, 1), float("-inf"), dtype=wide)  # log-sum-exp of the pieces so far
         mean = x.new_zeros(n, H, dtype=wide)  # of head, by the softmax over the pieces so far
         top = x.new_full((n, 1), float("-inf"))
-        argmax = torch.zeros_like(labels)
+        is_hit = torch.zeros_like(labels, dtype=torch.bool)
         for start in range(0, V, size):
             part = slice(start, min(start + size, V))
             logits, slope = self._of(x, part, room)
             inside = (labels >= part.start) & (labels < part.stop)
             place = (labels - start).clamp(0, logits.shape[1] - 1)
             at_label = torch.where(inside, logits.gather(1, place).to(wide), at_label)
-            highest, where = logits.max(dim=-1, keepdim=True)
-            argmax = torch.where(highest > top, where + start, argmax)
+            highest = logits.amax(dim=-1, keepdim=True)
+            # A search for the place is slow: only where the label itself is highest can an equal one come before it.
+            leads = inside & (highest > top) & (logits.gather(1, place) == highest)
+            rows = leads.squeeze(1).nonzero().squeeze(1)
+            leads[rows] = logits[rows].argmax(dim=-1, keepdim=True) == place[rows]
+            is_hit = torch.where(highest > top, leads, is_hit)
             top = torch.maximum(highest, top)
             probabilities = torch._softmax(logits, -1, False, out=logits)
-            of_part = highest.to(wide) - probabilities.gather(1, where).to(wide).log()
+            of_part = highest.to(wide) - probabilities.amax(dim=-1, keepdim=True).to(wide).log()
             total = torch.logaddexp(total, of_part)
             if slope is not None:
                 slope_at_label = torch.where(inside, slope.gather(1, place), slope_at_label)
                 probabilities *= slope
             torch.mm(probabilities, self.head[part], out=of_piece)
-            mean.lerp_(of_piece.to(wide), (of_part - total).exp())
+            mean.lerp_(of_piece_wide.copy_(of_piece), (of_part - total).exp())
         of_label = self.head[labels.squeeze(1)].to(wide)
         if self.soft_cap:
             of_label *= slope_at_label.to(wide)
         gradient = mean.sub_(of_label)
         if self.scale != 1:
             gradient *= self.scale
-        return _Found((total - at_label).squeeze(1), gradient, (argmax == labels).squeeze(1))
+        return _Found((total - at_label).squeeze(1), gradient, is_hit.squeeze(1))
 
     def _of(self, x: Tensor, part: slice, room: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [n, v], and where they are capped by how much each follows what it is made of, [n, v]."""
