@@ -45,9 +45,9 @@ def test_zeros_stay_zeros_beside_others():
         assert torch.linalg.svdvals(found[1].float()).min() > 0.9
 
 
-def test_matrices_of_one_shape_are_one_batch_and_come_back_to_their_places():
+def test_matrices_of_one_shape_are_together_and_come_back_to_their_places():
     matrices = [decaying((1, m, n), 0.2)[0] * (i + 1) for i, (m, n) in enumerate([(4, 9), (5, 5), (4, 9), (9, 4)])]
-    found = dict()
+    found = {}
     batches = list(orthogonalized(matrices))
     assert sorted(len(places) for places, _ in batches) == [1, 1, 2]
     for places, some in batches:
