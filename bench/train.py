@@ -112,7 +112,7 @@ def speed(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.trainer_speed import PRECISIONS, fastest, paced, raced, scanned
 
     ground, _ = setting.ground()
-    tried = list(scanned(SPECULATORS, ground, optimizer="adamw", small=setting.small))
+    tried = scanned(SPECULATORS, ground, optimizer="adamw", small=setting.small)
     best = {dtype: one for dtype in PRECISIONS if (one := fastest(tried, dtype))}
     if not best:
         reason = f"no setting of speculators ran: {tried[0].why}"
@@ -146,7 +146,7 @@ def speed_specforge(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.trainer_speed import PRECISIONS, fastest, raced, scanned
 
     ground, _ = setting.ground()
-    tried = list(scanned(SPECFORGE, ground, optimizer="adamw", small=setting.small))
+    tried = scanned(SPECFORGE, ground, optimizer="adamw", small=setting.small)
     figures = {}
     for dtype in PRECISIONS:
         one = fastest(tried, dtype)
@@ -184,7 +184,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
     precision = peer_precision()
     sides = (
         Side("ours", ground, held, None),
-        Side("speculators", ground, held, PeerSetting("sdpa", precision)),
+        Side("speculators", ground, held, PeerSetting("sdpa", precision, huge_pages=True)),
     )
     rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3), (64, 256))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}

@@ -5,7 +5,7 @@ optimiser and schedule. The two processes take turns, so that what else the mach
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -47,9 +47,12 @@ class PeerSetting:
     dtype: str
     loss: str = "eager"
     compile: bool = False
+    huge_pages: bool = False
+    """As our own trainer asks PyTorch for, and a peer does not."""
 
     def __str__(self) -> str:
-        return f"{self.attention}, {self.dtype}, {self.loss} loss{', compiled' if self.compile else ''}"
+        more = f"{', compiled' if self.compile else ''}{', huge pages' if self.huge_pages else ''}"
+        return f"{self.attention}, {self.dtype}, {self.loss} loss{more}"
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,25 @@ def settings_of(peer: Peer, *, small: bool) -> list[PeerSetting]:
     return [*every, PeerSetting("sdpa", "float32", loss="fused")] if peer is SPECULATORS else every
 
 
-def scanned(peer: Peer, ground: Ground, *, optimizer: str, small: bool) -> Iterator[Tried]:
-    """Each setting's pace over a few steps, as it is found."""
-    command = command_of(peer, ground.work)
-    for number, setting in enumerate(settings_of(peer, small=small)):
-        try:
-            told = peer_settings(ground, setting, optimizer=optimizer)
-            with trainer(command, told, ground.work / "scan", f"{peer.name}-{number}") as process:
-                process.train(1)  # compiles, and touches its memory first
-                tried = Tried(setting, process.train(1 if small else 3).blocks_per_s)
-        except StageError as error:
-            tried = Tried(setting, None, str(error)[-300:])
-        say(f"{peer.name}: {setting}: {tried.blocks_per_s or tried.why}")
-        yield tried
+def scanned(peer: Peer, ground: Ground, *, optimizer: str, small: bool) -> list[Tried]:
+    """Each setting's pace over a few steps; the fastest of each precision once more, with huge pages."""
+    tried = [_tried(peer, ground, one, optimizer=optimizer, small=small) for one in settings_of(peer, small=small)]
+    best = [one for dtype in PRECISIONS if (one := fastest(tried, dtype))]
+    with_pages = [replace(one, huge_pages=True) for one in best]
+    return tried + [_tried(peer, ground, one, optimizer=optimizer, small=small) for one in with_pages]
+
+
+def _tried(peer: Peer, ground: Ground, setting: PeerSetting, *, optimizer: str, small: bool) -> Tried:
+    told = peer_settings(ground, setting, optimizer=optimizer)
+    name = "-".join([peer.name, *str(setting).replace(",", "").split()])
+    try:
+        with trainer(command_of(peer, ground.work), told, ground.work / "scan", name) as process:
+            process.train(1)  # compiles, and touches its memory first
+            tried = Tried(setting, process.train(1 if small else 3).blocks_per_s)
+    except StageError as error:
+        tried = Tried(setting, None, str(error)[-300:])
+    say(f"{peer.name}: {setting}: {tried.blocks_per_s or tried.why}")
+    return tried
 
 
 def fastest(tried: list[Tried], dtype: str) -> PeerSetting | None:
@@ -195,6 +204,7 @@ def peer_settings(ground: Ground, setting: PeerSetting, *, optimizer: str, **mor
         "steps": ground.steps,
         "seed": train.seed,
         "threads": ground.threads,
+        "environment": {"THP_MEM_ALLOC_ENABLE": str(int(setting.huge_pages))},  # not as inherited
         **more,
     }
 

@@ -85,7 +85,7 @@ def trainer(command: list[str], settings: Mapping[str, Any], folder: Path, name:
             stdout=said,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **_ENVIRONMENT, **threads},
+            env={**os.environ, **_ENVIRONMENT, **threads, **settings.get("environment", {})},
             cwd=ROOT,
             pass_fds=(writing,),
         )
