@@ -14,6 +14,7 @@ from drafter import train as stage
 from jobs.session import ray_session
 from jobs.train_workers import require_visible, train_on_workers
 from pipeline.errors import StageError
+from tests.jobs.frail_training import ends_with_an_error_of_its_own
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "drafter"))
 
@@ -26,17 +27,17 @@ def on_ray():
         yield
 
 
-def site(root, **settings):
+def site(root):
     """A configuration, and a cache of rows of very different lengths."""
     toys.target_folder(root / "target")
     rows = [("train", toys.counting_row(3 * i, 14 + 9 * i, 3)) for i in range(5)]
     rows += [("train", toys.row(3, 1, seed=8)), ("validation", toys.counting_row(1, 20, 4))]
-    settings = {"steps": 200, "checkpoint_every": 20, "num_workers": 2, "patience": None, **settings}
+    settings = {"steps": 200, "checkpoint_every": 20, "num_workers": 2, "patience": None}
     return toys.config(root, **settings), toys.cache(root, rows)
 
 
-def trained(root, **settings):
-    config, states = site(root, **settings)
+def trained(root):
+    config, states = site(root)
 
     def execute(folder):
         train_on_workers(folder, stage.resolved(config, ()), states, None)
@@ -60,13 +61,12 @@ def kill_one_amid(root, killed):
         killed.append(worker.pid)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_run_that_loses_a_worker_ends_as_one_that_lost_none(parallel, tmp_path):
-    straight = trained(tmp_path / "straight", parallel=parallel)
+def test_a_run_that_loses_a_worker_ends_as_one_that_lost_none(tmp_path):
+    straight = trained(tmp_path / "straight")
     killed = []
     killer = threading.Thread(target=kill_one_amid, args=(tmp_path / "lost", killed))
     killer.start()
-    lost = trained(tmp_path / "lost", parallel=parallel)
+    lost = trained(tmp_path / "lost")
     killer.join()
     assert killed, "it was through before anyone was killed"
     assert (lost.folder / "model.safetensors").read_bytes() == (straight.folder / "model.safetensors").read_bytes()
@@ -76,8 +76,6 @@ def test_a_run_that_loses_a_worker_ends_as_one_that_lost_none(parallel, tmp_path
 
 
 def test_an_error_of_the_stage_ends_the_run_at_once(tmp_path):
-    from frail_training import ends_with_an_error_of_its_own
-
     config, states = site(tmp_path)
     started = time.monotonic()
     with pytest.raises(StageError, match="not finite"):
