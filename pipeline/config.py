@@ -4,7 +4,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -53,7 +53,7 @@ class InitConfig(Frozen):
     """Nothing is judged on general prompts, so few are set aside."""
     steps: int = Field(200, gt=0)
     """Optimiser steps: the stated budget."""
-    learning_rate: float = Field(4e-3, gt=0)
+    learning_rate: float = Field(4e-3, gt=0, allow_inf_nan=False)
 
 
 class CollectConfig(Frozen):
@@ -157,6 +157,8 @@ class CaptureConfig(Frozen):
 class TrainConfig(Frozen):
     """HiddenStateCache + starting drafter → DrafterCheckpoint."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
     steps: int = Field(400, gt=0)
     """Optimiser steps: the stated budget."""
     blocks_per_step: int = Field(64, gt=0)
@@ -176,8 +178,8 @@ class TrainConfig(Frozen):
     """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"
     loss: Literal["dpace", "decay"] = "dpace"
-    dpace_alpha: float = Field(0.5, gt=0)
-    decay_gamma: float | None = None
+    dpace_alpha: float = Field(0.5, gt=0, le=1)
+    decay_gamma: float | None = Field(None, gt=0)
     """None takes the published value for the block size."""
     sampled_vocabulary: int | None = Field(None, gt=0)
     """None: the loss is over the whole vocabulary. A number: over the tokens that occur in the replies and so many
@@ -214,7 +216,9 @@ class TrainConfig(Frozen):
 class SweepConfig(Frozen):
     """Short runs at several learning rates → the rate with the best walk acceptance on validation."""
 
-    learning_rates: tuple[float, ...] = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), min_length=1)
     steps: int = Field(100, gt=0)
     """Optimiser steps of each run, each on its own whole schedule."""
 

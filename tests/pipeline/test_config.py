@@ -42,6 +42,14 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("capture.stream=true", ["capture: ", "needs max_bytes"]),
         ('regenerate.engine_args={dtype="half"}', ["dtype: set by Slipstream"]),
         ("regenerate.reuse=exact", ["needs collect.served_models"]),
+        ("sweep.learning_rates=[]", ["sweep.learning_rates", "at least 1 item"]),
+        ("sweep.learning_rates=[1e-3, 0.0]", ["sweep.learning_rates.1", "greater than 0"]),
+        ("sweep.learning_rates=[-1e-3]", ["sweep.learning_rates.0", "greater than 0"]),
+        ("sweep.learning_rates=[inf]", ["sweep.learning_rates.0", "finite"]),
+        ("train.learning_rate=inf", ["train.learning_rate", "finite"]),
+        ("train.warm_start_tolerance=inf", ["train.warm_start_tolerance", "finite"]),
+        ("train.decay_gamma=0", ["train.decay_gamma", "greater than 0"]),
+        ("train.dpace_alpha=3", ["train.dpace_alpha", "less than or equal to 1"]),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_what_was_expected(toml, override, words):
