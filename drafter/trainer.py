@@ -67,13 +67,13 @@ def train_in(
         check_start = recorded_walk_check(start.manifest.walks, states.id, settings, where=where)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
-        walks = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
+        walked = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
         num_rows, rejects = feed.outcome(progress.step)
         trained = {
             "block_size": drafter.shape.block_size,
             "mask_token_id": drafter.shape.mask_token_id,
             "walk": progress.best,
-            "walks": walks,
+            "walks": {name: counts | {"compute": settings.compute} for name, counts in walked.items()},
             "curve": progress.curve,
             "counts": {
                 "train_rows": num_rows,

@@ -125,7 +125,7 @@ class DrafterCheckpoint(Manifest):
     """Walk acceptance on the validation rows of the selected step (counts, see drafter/walk.py)."""
     walks: dict[str, dict[str, Any]] = {}
     """Id of a HiddenStateCache → counts of this drafter's walk over its first validation rows ("num_replies" of them,
-    in stored order): what step 0 of a run that starts here must reproduce."""
+    in stored order) and what it was computed in ("compute"): what step 0 of a run that starts here must reproduce."""
     curve: list[dict[str, float]] = []
     """Training curve: step, loss, learning rate, walk acceptance where it was measured."""
 

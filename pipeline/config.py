@@ -195,7 +195,7 @@ class TrainConfig(Frozen):
     """Stop when so many measurements in a row did not raise the walk acceptance; None: never stop early."""
     warm_start_tolerance: float = Field(0.03, gt=0)
     """Step 0 of a warm start must come so near to the starting drafter's recorded walk on the same rows (relative, of
-    accepted drafts a step), or the run stops."""
+    accepted drafts a step, beside what so many near-ties scatter by), or the run stops."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """What matrices are multiplied in; weights and optimiser are float32. auto: bfloat16 where the hardware has it."""
     tokens_per_pass: int = Field(16384, gt=0)

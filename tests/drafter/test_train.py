@@ -318,7 +318,8 @@ def test_step_0_of_a_warm_start_reproduces_the_recorded_walk_of_the_file_on_disk
     model, _ = load_drafter(start.folder)
     frozen = trainer.read_frozen(site / "target", dtype=compute_dtype("auto", torch.device("cpu")))
     counts, _ = walk(model, frozen, trainer.read_rows(states(site), "validation"))
-    assert start.manifest.walks == {"cache": counts.as_dict()}, "of the weights as they were rounded and read again"
+    recorded = counts.as_dict() | {"compute": str(frozen.head.dtype).removeprefix("torch.")}
+    assert start.manifest.walks == {"cache": recorded}, "of the weights as they were rounded and read again"
     train.run(toys.config(site), states(site), start=start, role="control")
     assert "step 0 reproduces the recorded walk on cache" in caplog.text
 
@@ -339,7 +340,7 @@ def test_a_warm_start_that_walks_otherwise_than_on_record_stops(walks, outcome, 
     start = Artifact(start.folder, manifest)
     caplog.set_level("INFO", logger="slipstream")
     if outcome == "stops":
-        with pytest.raises(StageError, match=r"accepted drafts a step.*on record.*target layers.*rope"):
+        with pytest.raises(StageError, match=r"accepted drafts a step.*on record.*train\.compute.*target layers.*rope"):
             train.run(toys.config(site), states(site), start=start, role="challenger")
     else:
         train.run(toys.config(site), states(site), start=start, role="challenger")
