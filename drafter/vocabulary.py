@@ -8,6 +8,7 @@ softmax's denominator unbiased. The walk, and so every checkpoint's selection, a
 Source: sampled softmax, Jean et al., arXiv 1412.2007, section 3, with a uniform proposal over what is left.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,6 +41,9 @@ class Vocabulary:
             occurs[ids] = True
         self._occurring, self._others = occurs.nonzero().squeeze(1), (~occurs).nonzero().squeeze(1)
         self._occurring_head = head[self._occurring]
+        place = torch.full((head.shape[0],), -1, dtype=torch.int64)
+        place[self._occurring] = torch.arange(len(self._occurring))
+        self._place = place.to(head.device)  # labels are there too
 
     def at(self, step: int) -> Candidates:
         """The candidates of a step; the same for the same seed and step."""
@@ -47,8 +51,6 @@ class Vocabulary:
             return Candidates(self._head, None, None)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         drawn = self._others[torch.randint(len(self._others), (self._num_sampled,), generator=generator)]
-        place = torch.full((self._head.shape[0],), -1, dtype=torch.int64)
-        place[self._occurring] = torch.arange(len(self._occurring))
-        offset = torch.zeros(len(self._occurring) + len(drawn), dtype=self._head.dtype)
-        offset[len(self._occurring) :] = torch.tensor(len(self._others) / len(drawn)).log()
-        return Candidates(torch.cat([self._occurring_head, self._head[drawn]]), offset, place)
+        offset = self._head.new_zeros(len(self._occurring) + len(drawn))
+        offset[len(self._occurring) :] = math.log(len(self._others) / len(drawn))
+        return Candidates(torch.cat([self._occurring_head, self._head[drawn]]), offset, self._place)

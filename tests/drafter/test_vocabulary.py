@@ -26,6 +26,11 @@ def test_every_occurring_token_keeps_its_own_row_and_no_offset():
     assert not (drawn[:, None] == head[[3, 4, 9, 20]]).all(-1).any(), "the sample is of the other tokens"
 
 
+def test_everything_that_a_step_looks_up_is_where_the_head_is():
+    candidates = Vocabulary(toys.frozen().head.to("meta"), num_sampled=5, occurring=REPLIES).at(3)
+    assert {candidates.head.device.type, candidates.logit_offset.device.type, candidates.place.device.type} == {"meta"}
+
+
 def test_a_steps_sample_is_its_own_and_repeats():
     vocabulary = Vocabulary(toys.frozen().head, num_sampled=5, occurring=REPLIES, seed=1)
     assert torch.equal(vocabulary.at(2).head, vocabulary.at(2).head)
