@@ -54,6 +54,8 @@ def run(
     meaning["replayed"] = [cache.manifest.responses for cache in replay]
     if start is None:
         meaning["drafter"] = config.drafter.model_dump(mode="json")
+    else:  # nor is a starting drafter that was trained anew under the same id the same
+        meaning["start"] = {shard.path: shard.sha256 for shard in start.manifest.shards}
     stream = {}
     if responses is not None:
         parents["responses"] = responses.id

@@ -17,6 +17,7 @@ from drafter.precision import compute_dtype
 from drafter.step import backward
 from drafter.vocabulary import Candidates
 from drafter.walk import WalkCounts, walk
+from pipeline.artifacts import describe_file
 from pipeline.errors import ConfigError, FingerprintError, StageError
 from pipeline.stages import Artifact
 
@@ -231,6 +232,23 @@ def test_states_of_replies_that_were_made_anew_under_the_same_id_are_learned_fro
 
     first = trained("content a")
     assert trained("content a").id == first.id != trained("content b").id
+
+
+def test_a_start_that_was_trained_anew_under_the_same_id_is_gone_on_from_anew(site):
+    start, config = start_from(site), toys.config(site, steps=2, checkpoint_every=2)
+
+    def trained():
+        return train.run(config, states(site), start=start, role="challenger").id
+
+    first = trained()
+    assert trained() == first
+    model, kept = load_drafter(start.folder)
+    with torch.no_grad():
+        model.norm.weight.mul_(1.01)
+    save_drafter(start.folder, model, kept)
+    shards = tuple(describe_file(start.folder / shard.path) for shard in start.manifest.shards)
+    start = Artifact(start.folder, start.manifest.model_copy(update={"shards": shards, "walks": {}}))
+    assert trained() != first
 
 
 def require_same(resumed, straight):
