@@ -200,10 +200,21 @@ class StreamFeed:
         return {"waited_for_states_s": round(self._waited_s, 3)}
 
     def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """The rows that were trained on, counted, and the records of those that were not, once all is released."""
-        rejects = self._queue.released().rejects
+        """The rows that were trained on, counted, and the records of those that were not."""
+        rejects = [*self._queue.released().rejects, *self._rejects_of_open_window(num_steps)]
         kept_out = {reject["row_id"] for reject in rejects}
         return sum(row.row_id not in kept_out for row in self._plan.rows(num_steps)), rejects
+
+    def _rejects_of_open_window(self, num_steps: int) -> list[dict[str, Any]]:
+        """Of the window that a run which stopped early leaves unreleased amid its steps."""
+        if self._plan.parts_before(num_steps) == len(self._plan.expected):
+            return []
+        window = self._plan.window_of(num_steps)
+        if num_steps == window.first_step:
+            return []
+        if window is not self._window:  # a run that had stopped already was resumed
+            self._take(window)
+        return [*self._queue.rejects_of(window.parts), *self._twins]
 
     def _take(self, window: Window) -> None:
         """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""

@@ -15,7 +15,7 @@ import toys
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from drafter import loop, stream, train
+from drafter import loop, stream, train, trainer
 from drafter.stream_plan import plan_stream
 from pipeline import capture
 from pipeline.engines import CaptureRequest
@@ -252,6 +252,35 @@ def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, 
     rejects = map(json.loads, (trained.folder / "rejects.jsonl").read_text().splitlines())
     assert {reject["row_id"] for reject in rejects} == kept_out
     assert trained.manifest.counts["train_rows"] == len(seen)
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["at once", "killed before it was written down"])
+def test_a_run_that_stops_amid_a_window_counts_what_it_was_kept_from(is_killed, tmp_path, monkeypatch):
+    settings = {"patience": 1, "checkpoint_every": 2, "learning_rate": 1e-12}
+    config = streams.config_of(tmp_path, capture_settings={"max_reject_share": 0.2}, **settings)
+    window = plan_of(config).windows[0]
+    assert window.num_steps > 2
+    twins = {row.row_id for row in window.rows_of(0)}
+
+    def states(row_id, ids):
+        words = engines.code(row_id, ids)
+        if row_id in twins:
+            words[-1] = 0x3F82
+        return words
+
+    engines = streams.CodeEngines(states=states)
+    streams.log_steps(tmp_path / "log", monkeypatch.setattr)
+    if is_killed:
+        with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):
+            patch.setattr(trainer, "_export", lambda *a: pytest.fail("killed"))
+            streams.run(config, engines=engines)
+    trained = streams.run(config, engines=engines)
+    seen = {row_id for step in streams.logged_steps(tmp_path / "log") for row_id, _ in step}
+    assert trained.manifest.counts["steps"] == 2 and len(twins) > 1
+    assert trained.manifest.counts["train_rows"] == len(seen) == len(window.rows_of(1))
+    assert trained.manifest.rejects == {"duplicate_states": len(twins)}
+    rejects = map(json.loads, (trained.folder / "rejects.jsonl").read_text().splitlines())
+    assert {reject["row_id"] for reject in rejects} == twins
 
 
 def test_too_many_rows_that_are_kept_out_end_the_run(tmp_path):
