@@ -20,7 +20,7 @@ from drafter.resume import Progress, resume, save
 from drafter.step import backward, passes_of, slot_weights_of
 from drafter.vocabulary import Candidates, Vocabulary
 from pipeline.config import TrainConfig
-from pipeline.errors import StageError
+from pipeline.errors import DivergedError
 
 logger = logging.getLogger("slipstream")
 
@@ -50,7 +50,7 @@ def train_loop(
     process without a block still adds its zero gradient, and a step without any block is skipped by all of them.
     ``check_start`` sees the walks of step 0, and stops a run that must not begin.
 
-    Raises: StageError when a gradient is not finite; what ``check_start`` raises.
+    Raises: DivergedError when a gradient is not finite; what ``check_start`` raises.
     """
     rank, _ = rank_and_world()
     drafter = prepare(drafter, config)
@@ -79,7 +79,7 @@ def train_loop(
             learned = _learn(drafter, frozen, deals, slot_weights, vocabulary.at(progress.step), config)
             norm = clip(drafter.parameters(), config.grad_clip)
             if not torch.isfinite(norm):
-                raise StageError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
+                raise DivergedError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
             optimizer.step(scale)
             feed.learn(learned.accepted)
             accuracies = {f"slot{k + 1}_accuracy": hits for k, hits in enumerate(learned.hits)}

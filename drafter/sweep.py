@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.artifacts import DrafterCheckpoint, SweepReport, describe_file, write_durably
 from pipeline.config import Config
+from pipeline.errors import StageError
 from pipeline.stages import Artifact, complete
 
 STAGE_VERSION = 1
@@ -22,18 +23,28 @@ def trials(config: Config) -> dict[float, Config]:
     return found
 
 
-def run(config: Config, runs: Mapping[float, Artifact[DrafterCheckpoint]]) -> Artifact[SweepReport]:
-    """The report on finished runs: learning rate → its drafter."""
-    points = [_point(rate, one.manifest) for rate, one in sorted(runs.items())]
-    first = next(iter(runs.values())).manifest
+def run(config: Config, runs: Mapping[float, Artifact[DrafterCheckpoint] | None]) -> Artifact[SweepReport]:
+    """The report on runs: learning rate → its drafter, or None where it diverged.
+
+    Raises: StageError when all of them did.
+    """
+    finished = {rate: one.manifest for rate, one in sorted(runs.items()) if one is not None}
+    if not finished:
+        raise StageError(
+            f"sweep: training diverged at every rate ({', '.join(f'{rate:g}' for rate in sorted(runs))}); lower "
+            "sweep.learning_rates"
+        )
+    points = [_point(rate, finished.get(rate)) for rate in sorted(runs)]
+    first = next(iter(finished.values()))
     start = first.curve[0]["walk_acceptance_length"] - 1
-    best = max(points, key=lambda point: point["accepted_per_step"])
+    parents = {f"run_{n + 1}": one.derivation_id for n, one in enumerate(finished.values())}
+    best = max((one for one in points if not one["diverged"]), key=lambda one: one["accepted_per_step"])
 
     def build(folder: Path, derivation: str) -> SweepReport:
         write_durably(folder / TABLE, ("\n".join(table(points, start)) + "\n").encode())
         return SweepReport(
             derivation_id=derivation,
-            parents={f"run_{n + 1}": point["drafter"] for n, point in enumerate(points)},
+            parents=parents,
             fingerprint=first.fingerprint,
             shards=(describe_file(folder / TABLE),),
             config=config.sweep.model_dump(mode="json"),
@@ -42,9 +53,14 @@ def run(config: Config, runs: Mapping[float, Artifact[DrafterCheckpoint]]) -> Ar
             best_learning_rate=best["learning_rate"] if best["accepted_per_step"] > start else None,
         )
 
-    parents = {f"run_{n + 1}": point["drafter"] for n, point in enumerate(points)}
     return complete(
-        config.root, SweepReport, stage="sweep", version=STAGE_VERSION, parents=parents, meaning={}, build=build
+        config.root,
+        SweepReport,
+        stage="sweep",
+        version=STAGE_VERSION,
+        parents=parents,
+        meaning={"diverged": sorted(runs.keys() - finished.keys())},
+        build=build,
     )
 
 
@@ -56,6 +72,9 @@ def table(points: Sequence[Mapping[str, Any]], start: float) -> list[str]:
         f"| (start) | | {start:.3f} | | 0 |",
     ]
     for point in points:
+        if point["diverged"]:
+            lines.append(f"| {point['learning_rate']:g} | diverged | | | |")
+            continue
         accepted = point["accepted_per_step"]
         gain = f"{accepted / start:.3f} ×" if start else "-"
         loss = "-" if point["loss"] is None else f"{point['loss']:.3f}"
@@ -79,10 +98,13 @@ def advice(report: SweepReport) -> list[str]:
     return lines
 
 
-def _point(rate: float, run: DrafterCheckpoint) -> dict[str, Any]:
+def _point(rate: float, run: DrafterCheckpoint | None) -> dict[str, Any]:
+    if run is None:
+        return {"learning_rate": rate, "diverged": True}
     losses = [point["loss"] for point in run.curve if "loss" in point]
     return {
         "learning_rate": rate,
+        "diverged": False,
         "drafter": run.derivation_id,
         "loss": losses[-1] if losses else None,
         "accepted_per_step": run.walk["num_accepted_tokens"] / max(1, run.walk["num_drafts"]),

@@ -41,8 +41,9 @@ def run(
     ``states`` holds the others. ``replay`` are earlier caches that ``train.replay_share`` of the rows come from.
     ``execute(folder)`` runs ``train_in`` on that folder, in as many processes as it likes; None runs it here.
 
-    Raises: StageError when no row can be trained on, a gradient is not finite, or a warm start is not what it was when
-    it was trained; FingerprintError when the caches and the starting drafter were made for different targets.
+    Raises: StageError when no row can be trained on, or a warm start is not what it was when it was trained;
+    DivergedError, which is one, when a gradient is not finite; FingerprintError when the caches and the starting
+    drafter were made for different targets.
     """
     config = resolved(config, replay)
     _require_one_target(states, start, replay)

@@ -5,6 +5,7 @@ python jobs/sweep.py --config slipstream.toml --set sweep.learning_rates=[5e-4,1
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, SweepReport
 from pipeline.config import Config
+from pipeline.errors import DivergedError
 from pipeline.stages import Artifact
+
+logger = logging.getLogger("slipstream")
 
 
 def run(
@@ -27,13 +31,16 @@ def run(
     start: Artifact[DrafterCheckpoint],
     replay: Sequence[Artifact[HiddenStateCache]] = (),
 ) -> Artifact[SweepReport]:
-    """The report over all rates; each run is an artifact of its own, and an MLflow run."""
+    """The report over all rates; each run is an artifact of its own, and an MLflow run, but those that diverged."""
     from drafter import sweep
 
-    runs = {
-        rate: train.run(one, states, start=start, role="sweep", replay=replay)
-        for rate, one in sweep.trials(config).items()
-    }
+    runs: dict[float, Artifact[DrafterCheckpoint] | None] = {}
+    for rate, one in sweep.trials(config).items():
+        try:
+            runs[rate] = train.run(one, states, start=start, role="sweep", replay=replay)
+        except DivergedError as error:
+            logger.warning("sweep: learning rate %g diverged: %s", rate, error)
+            runs[rate] = None
     return sweep.run(config, runs)
 
 

@@ -135,8 +135,8 @@ class SweepReport(Manifest):
 
     kind: ClassVar[str] = "sweeps"
     points: list[dict[str, Any]] = []
-    """By rate: learning_rate, drafter (its id), loss of the last step, accepted_per_step of the best step on
-    validation, best_step, steps."""
+    """By rate: learning_rate, diverged and, where it is false, drafter (its id), loss of the last step,
+    accepted_per_step of the best step on validation, best_step, steps."""
     start_accepted_per_step: float
     """Of the drafter that all of them start from."""
     best_learning_rate: float | None

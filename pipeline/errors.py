@@ -21,6 +21,10 @@ class StageError(SlipstreamError):
     """A stage cannot finish: too many rejects, a failed check, an empty result."""
 
 
+class DivergedError(StageError):
+    """Training came to a gradient that is not finite."""
+
+
 class SwapError(SlipstreamError):
     """A drafter was refused or a swap did not take; the old drafter serves."""
 

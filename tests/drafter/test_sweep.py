@@ -7,10 +7,17 @@ from drafter import sweep, train
 from drafter.optim import Optimizer
 from pipeline.artifacts import SweepReport, verify
 from pipeline.config import Config
+from pipeline.errors import StageError
 
 
 def point(rate, accepted, **changes):
-    return {"learning_rate": rate, "loss": 1.0, "accepted_per_step": accepted, "best_step": 9} | changes
+    return {
+        "learning_rate": rate,
+        "diverged": False,
+        "loss": 1.0,
+        "accepted_per_step": accepted,
+        "best_step": 9,
+    } | changes
 
 
 def report(points, start, best):
@@ -42,6 +49,16 @@ def test_the_advice_names_the_rate_to_set_and_warns_at_the_edges(accepted, start
     points = [point(rate, value) for rate, value in zip((5e-4, 1e-3, 2e-3), accepted, strict=True)]
     said = "\n".join(sweep.advice(report(points, start, best)))
     assert all(word in said for word in words) and ("edge" in said or "Sweep again" in said) == (len(words) == 3)
+
+
+def test_a_highest_rate_is_no_edge_where_one_above_it_diverged():
+    points = [point(5e-4, 0.8), point(1e-3, 1.2), {"learning_rate": 1.0, "diverged": True}]
+    assert sweep.advice(report(points, 0.7, 1e-3)) == ["Set it in [train]:  learning_rate = 0.001"]
+
+
+def test_a_sweep_in_which_every_rate_diverged_says_so(tmp_path):
+    with pytest.raises(StageError, match=r"diverged at every rate \(0\.5, 1\).*lower sweep\.learning_rates"):
+        sweep.run(toys.config(tmp_path), {1.0: None, 0.5: None})
 
 
 def test_a_sweep_that_was_interrupted_goes_on_and_is_judged_by_the_walk(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from drafter.step import backward
 from drafter.vocabulary import Candidates
 from drafter.walk import WalkCounts, walk
 from pipeline.artifacts import describe_file
-from pipeline.errors import ConfigError, FingerprintError, StageError
+from pipeline.errors import ConfigError, DivergedError, FingerprintError, StageError
 from pipeline.stages import Artifact
 
 
@@ -422,7 +422,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
     model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
     frozen.head[0, 0] = float("inf")
     rows = [toys.counting_row(3, 18, 3)]
-    with pytest.raises(StageError, match="not finite"):
+    with pytest.raises(DivergedError, match="not finite"):
         train_rows(model, frozen, rows, toys.config(tmp_path).train, tmp_path)
 
 

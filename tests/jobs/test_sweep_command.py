@@ -8,9 +8,10 @@ from jobs import sweep, train
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, commit
 from pipeline.config import Config
+from pipeline.errors import DivergedError
 from pipeline.stages import Artifact
 
-ACCEPTED = {5e-4: 30, 1e-3: 60, 2e-3: 45}
+ACCEPTED = {5e-4: 30, 1e-3: 60, 2e-3: 45, 1.0: None}
 
 
 @pytest.fixture
@@ -33,6 +34,8 @@ def test_every_rate_is_run_from_the_champion_on_current_states_and_the_best_is_n
     def trained(config, states, *, start, role, replay):
         rate = config.train.learning_rate
         asked.append((rate, config.train.steps, states.id, start.id, role))
+        if ACCEPTED[rate] is None:
+            raise DivergedError("step 3: the gradient is not finite")
         manifest = DrafterCheckpoint(
             derivation_id=f"run-{rate}",
             parents={},
@@ -50,4 +53,5 @@ def test_every_rate_is_run_from_the_champion_on_current_states_and_the_best_is_n
     assert asked == [(rate, 30, "now", "c0", "sweep") for rate in ACCEPTED]
     said = capsys.readouterr().out
     assert "| 0.001 | 2.000 | 1.200 | 2.400 × | 30 |" in said and "learning_rate = 0.001" in said
+    assert "| 1 | diverged |" in said, "too high a rate is a result, and takes no other rate's away"
     assert "Sweep again" not in said, "the best rate is inside the range"
