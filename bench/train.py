@@ -67,7 +67,13 @@ class Setting:
             },
             "collect": {**collect, **shares},
             "regenerate": {"rows_per_part": 64, "max_reject_share": 0.2, "temperature": 0.0},
-            "evaluate": {"early_stop": False, "concurrency": 16, "blocks": 4, "general_prompts": 0},
+            "evaluate": {
+                "early_stop": False,
+                "concurrency": 16,
+                "blocks": 4,
+                "general_prompts": 0,
+                "max_repeat_share": 1.0 if self.on == "toy" else 0.5,  # a toy says little else
+            },
             "serving": {"max_num_seqs": 16},
         }
         return Config.model_validate({name: {**told.get(name, {}), **tables.get(name, {})}
