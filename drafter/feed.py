@@ -22,6 +22,8 @@ class Feed(Protocol):
 
     num_steps: int
     """Steps of the whole run."""
+    mean_weight: float
+    """Of all blocks of a row together in the loss, on average over its rows."""
 
     def replies(self) -> Iterator[Tensor]:
         """The token ids of every reply that is trained on, int64 [n] each."""
@@ -56,6 +58,9 @@ class Dealer:
 
     def __init__(self, rows: Sequence[CachedRow], config: TrainConfig, *, block_size: int):
         self.rows = rows
+        lengths = (row.num_tokens - row.num_prompt_tokens for row in rows)
+        totals = [total_weight(row.weight, n, config, block_size) for row, n in zip(rows, lengths, strict=True)]
+        self.mean_weight = sum(totals) / len(totals)
         self._config, self._block_size = config, block_size
         self._order = Order(len(rows), 1, config.seed, shards=shard_sizes(rows), window=window_rows(rows))
         self._visits = VisitTable.of(rows, block_size) if config.anchors == "on_policy" else None
@@ -68,7 +73,10 @@ class Dealer:
         picks = self._order.dealt(places)
         drawn = zip(picks, self._draw(picks), strict=True)
         self._dealt = [(row, anchors) for (_, row), anchors in drawn if len(anchors)]
-        return [Deal(self.rows[row], anchors, self._weight(row)) for row, anchors in self._dealt]
+        return [
+            Deal(self.rows[row], anchors, row_weight(self.rows[row].weight, self._config))
+            for row, anchors in self._dealt
+        ]
 
     def learn(self, accepted: Sequence[Tensor]) -> None:
         """As ``Feed.learn``, of the last ``deal``."""
@@ -86,7 +94,7 @@ class Dealer:
             self._visits.restore(state)
 
     def _draw(self, picks: Sequence[tuple[int, int]]) -> list[Tensor]:
-        limit = self._config.anchors_per_row
+        limit = anchors_per_row(self._config)
         seeds = [anchor_seed(self._config.seed, epoch, row) for epoch, row in picks]
         if self._visits is not None:
             rows = [row for _, row in picks]
@@ -95,9 +103,6 @@ class Dealer:
             draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, limit, seed=seed)
             for row, seed in zip((self.rows[row] for _, row in picks), seeds, strict=True)
         ]
-
-    def _weight(self, row: int) -> float:
-        return row_weight(self.rows[row], self._config)
 
 
 class CachedFeed:
@@ -110,6 +115,7 @@ class CachedFeed:
         self.num_steps = config.steps
         self._config, self._leaves_room = config, leaves_room
         self._dealer = Dealer(rows, config, block_size=block_size)
+        self.mean_weight = self._dealer.mean_weight
 
     def replies(self) -> Iterator[Tensor]:
         """The reply of each row."""
@@ -153,9 +159,14 @@ class CachedFeed:
         return step * rows_per_step(self._config) - replayed
 
 
+def anchors_per_row(config: TrainConfig) -> int:
+    """At most so many anchors are drawn in one row: never more than a step may have blocks."""
+    return min(config.anchors_per_row, config.blocks_per_step)
+
+
 def rows_per_step(config: TrainConfig) -> int:
     """Rows that make up a step's blocks."""
-    return max(1, config.blocks_per_step // config.anchors_per_row)
+    return config.blocks_per_step // anchors_per_row(config)
 
 
 def replayed_before(step: int, config: TrainConfig) -> int:
@@ -163,9 +174,14 @@ def replayed_before(step: int, config: TrainConfig) -> int:
     return int(step * rows_per_step(config) * Fraction(str(config.replay_share)))
 
 
-def row_weight(row: CachedRow, config: TrainConfig) -> float:
+def row_weight(num_served: int, config: TrainConfig) -> float:
     """How much each of a row's blocks counts: as often as it was served, within the cap."""
-    return float(min(row.weight, config.max_row_weight))
+    return float(min(num_served, config.max_row_weight))
+
+
+def total_weight(num_served: int, num_reply_tokens: int, config: TrainConfig, block_size: int) -> float:
+    """Of all blocks of a row together, in one pass over it."""
+    return row_weight(num_served, config) * min(max(0, num_reply_tokens - block_size + 1), anchors_per_row(config))
 
 
 def replies_of(rows: Sequence[CachedRow]) -> Iterator[Tensor]:

@@ -17,10 +17,13 @@ class MixedFeed:
 
     The caches take turns row by row, so each has an equal part of the share, however large it is; each is shuffled anew
     in epochs of its own, and every one of its epochs deals every one of its rows once.
+
+    The weights of each source are divided by what its rows weigh on average: over an epoch its share of the loss is its
+    share of the rows, also where the run's own rows were served many times, or have longer replies.
     """
 
     def __init__(self, own: Feed, caches: Sequence[Sequence[CachedRow]], config: TrainConfig, *, block_size: int):
-        self.num_steps = own.num_steps
+        self.num_steps, self.mean_weight = own.num_steps, 1.0
         self._own, self._config = own, config
         self._dealers = [Dealer(rows, config, block_size=block_size) for rows in caches]
         self._counts: list[int] = []
@@ -37,7 +40,11 @@ class MixedFeed:
             first, end, ahead = (self._turns_before(place, turn) for place in ends)
             dealt.append(dealer.deal(range(first, end), ahead=range(end, ahead)))
         self._counts = [len(deals) for deals in dealt]
-        return [deal for deals in dealt for deal in deals]
+        return [
+            deal._replace(weight=deal.weight / part.mean_weight)
+            for part, deals in zip((self._own, *self._dealers), dealt, strict=True)
+            for deal in deals
+        ]
 
     def learn(self, accepted: Sequence[Tensor]) -> None:
         """Each part is told of its own deals."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from drafter.anchors import anchor_seed, draw_anchors
 from drafter.dataset import CachedRow, read_part
 from drafter.deal import Deal
-from drafter.feed import row_weight
+from drafter.feed import anchors_per_row, row_weight
 from drafter.processes import meet, rank_and_world
 from drafter.resume import saved_step
 from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
@@ -147,7 +147,7 @@ class StreamFeed:
         *,
         block_size: int,
     ):
-        self.num_steps = plan.num_steps
+        self.num_steps, self.mean_weight = plan.num_steps, plan.mean_weight
         self._plan, self._queue, self._responses, self._block_size = plan, queue, responses, block_size
         self._settings = config.train
         self._limit = Limit("capture", config.capture.max_reject_share)
@@ -245,9 +245,9 @@ class StreamFeed:
     def _deal_of(self, planned: PlannedRow) -> Deal:
         row, settings = self._rows[planned.row_id], self._settings
         seed = anchor_seed(settings.seed, 0, planned.number)
-        limit = settings.anchors_per_row
+        limit = anchors_per_row(settings)
         anchors = draw_anchors(row.num_prompt_tokens, row.num_tokens, self._block_size, limit, seed=seed)
-        return Deal(row, anchors, row_weight(row, settings))
+        return Deal(row, anchors, row_weight(row.weight, settings))
 
 
 def _digests(folder: Path, index: int) -> Iterator[tuple[str, str, int]]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from drafter.anchors import legal_anchors
-from drafter.feed import rows_per_step
+from drafter.feed import rows_per_step, total_weight
 from pipeline.artifacts import HiddenStateCache, ResponseSet
-from pipeline.config import Config
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, StageError
 from pipeline.rows import read_rows, tables
 from pipeline.schemas import RESPONSES, bytes_per_state
@@ -36,6 +36,8 @@ class PlannedRow(NamedTuple):
     row_id: str
     number: int
     """Its place among the responses: its anchors are drawn by it."""
+    weight: float
+    """Of all its blocks together in the loss."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class StreamPlan:
         """Rows that are trained on."""
         return sum(1 for _ in self.rows())
 
+    @cached_property
+    def mean_weight(self) -> float:
+        """Of all blocks of a row together in the loss, on average."""
+        return sum(row.weight for row in self.rows()) / self.num_rows
+
     def window_of(self, step: int) -> Window:
         """The window that a step trains on."""
         return self.windows[bisect_right(self.windows, step, key=lambda window: window.first_step) - 1]
@@ -115,7 +122,8 @@ def plan_stream(
     Raises: ConfigError without a budget, or with one that the held-out rows fill; StageError when no row has room for a
     block.
     """
-    parts = [_read_part(responses, part, block_size) for part in range(len(tables(responses.manifest.shards)))]
+    num_parts = len(tables(responses.manifest.shards))
+    parts = [_read_part(responses, part, block_size, config.train) for part in range(num_parts)]
     queue_bytes, per_state = _queue_bytes(config, heldout, parts)
     expected = {n: _num_bytes(part.train_lengths, per_state) for n, part in enumerate(parts) if part.rows}
     if not expected:
@@ -164,18 +172,20 @@ class _Part:
     heldout_lengths: list[int]
 
 
-def _read_part(responses: Artifact[ResponseSet], part: int, block_size: int) -> _Part:
+def _read_part(responses: Artifact[ResponseSet], part: int, block_size: int, config: TrainConfig) -> _Part:
     table = _table(responses, part)
     first = sum(shard.rows for shard in tables(responses.manifest.shards)[:part])
     lengths = [pc.list_value_length(table.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
     found = _Part([], [], [])
-    for place, (row_id, split, num_prompt_tokens, num_reply_tokens) in enumerate(
-        zip(table.column("row_id").to_pylist(), table.column("split").to_pylist(), *lengths, strict=True)
+    columns = [table.column(name).to_pylist() for name in ("row_id", "split", "weight")]
+    for place, (row_id, split, num_served, num_prompt_tokens, num_reply_tokens) in enumerate(
+        zip(*columns, *lengths, strict=True)
     ):
         num_tokens = num_prompt_tokens + num_reply_tokens
         (found.train_lengths if split == "train" else found.heldout_lengths).append(num_tokens)
         if split == "train" and len(legal_anchors(torch.arange(num_tokens) >= num_prompt_tokens, block_size)):
-            found.rows.append(PlannedRow(row_id, first + place))
+            weight = total_weight(num_served, num_reply_tokens, config, block_size)
+            found.rows.append(PlannedRow(row_id, first + place, weight))
     return found
 
 

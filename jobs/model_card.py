@@ -79,7 +79,7 @@ def _trained(drafter: DrafterCheckpoint) -> list[str]:
     replayed = [parent for role, parent in drafter.parents.items() if role.startswith("replay_")]
     replay = f"{settings['replay_share']:.0%} of each step's rows, of {', '.join(replayed)}" if replayed else "none"
     rows = [
-        ("steps", f"{counts['steps']}{early}, {settings['blocks_per_step']} blocks each"),
+        ("steps", f"{counts['steps']}{early}, at most {settings['blocks_per_step']} blocks each"),
         ("learning rate", f"{settings['learning_rate']:g}, {settings['optimizer']}"),
         ("loss", settings["loss"]),
         ("anchors", settings["anchors"]),

@@ -162,7 +162,7 @@ class TrainConfig(Frozen):
     steps: int = Field(400, gt=0)
     """Optimiser steps: the stated budget."""
     blocks_per_step: int = Field(64, gt=0)
-    """Blocks (anchors) in one optimiser step."""
+    """Blocks (anchors) in one optimiser step, at most: so many whole rows of anchors_per_row as fit."""
     anchors_per_row: int = Field(32, gt=0)
     """At most this many anchors of one reply in one pass over it."""
     anchors: Literal["uniform", "on_policy"] = "uniform"
@@ -170,10 +170,12 @@ class TrainConfig(Frozen):
     uniform_share: float = Field(0.25, gt=0, le=1)
     """Of on-policy anchors: the share that is drawn uniformly all the same."""
     max_row_weight: int = Field(16, gt=0)
-    """A prompt that was served n times counts n times in the loss, at most so often; 1: every row counts once."""
+    """A prompt that was served n times counts n times in the loss among those of its source, at most so often; 1: every
+    row counts once."""
     replay_share: float = Field(0.1, ge=0, lt=1)
-    """Share of a step's rows that comes from earlier data, where there is some: the general states of
-    `slipstream init-drafter` and what --replay names. Against forgetting."""
+    """Share of the steps' rows that comes from earlier data, where there is some: the general states of
+    `slipstream init-drafter` and what --replay names. Against forgetting. It is the share of the loss, too: the weights
+    of each source are divided by their own mean, so traffic that repeats does not outweigh what is replayed."""
     learning_rate: float = Field(2e-3, gt=0)
     """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"

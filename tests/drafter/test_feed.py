@@ -90,6 +90,32 @@ def test_every_epoch_of_every_cache_deals_each_row_once_in_its_share_of_each_ste
     assert max(counts) - min(counts) <= 1, "caches of any size have equal parts"
 
 
+@pytest.mark.parametrize("anchors", ["uniform", "on_policy"])
+def test_what_is_replayed_has_its_share_of_the_loss_however_often_the_own_rows_were_served(anchors, tmp_path):
+    config = settings(tmp_path, replay_share=0.2, anchors=anchors)
+    own = [replace(row, weight=weight) for row, weight in zip(rows_of("own", 8), (1, 3, 9, 40) * 2, strict=True)]
+    own += rows_of("own-short", 2, num_tokens=8)  # with two blocks each, the others with four
+    cache = [replace(row, weight=2) for row in rows_of("earlier", 4, num_tokens=9)]
+    feed = MixedFeed(CachedFeed(own, config, block_size=4, leaves_room=True), [cache], config, block_size=4)
+    deals = [deal for step in range(50) for deal in feed.rows_of(step)]  # whole epochs of both
+    weights = Counter()
+    for deal in deals:
+        weights[deal.row.row_id] += deal.total_weight
+    replayed = sum(weight for row_id, weight in weights.items() if row_id.startswith("earlier"))
+    assert replayed / weights.total() == pytest.approx(0.2)
+    assert weights["own-3"] == pytest.approx(16 * weights["own-0"]), "among each other they weigh what they weigh"
+
+
+def test_a_row_has_no_more_anchors_than_a_step_has_blocks(tmp_path):
+    for blocks, rows, most in ((8, 1, 8), (32, 1, 32), (100, 3, 32)):
+        feed = CachedFeed(
+            rows_of("own", 6, num_tokens=80),
+            settings(tmp_path, blocks_per_step=blocks, anchors_per_row=32),
+            block_size=4,
+        )
+        assert [len(deal.anchors) for deal in feed.rows_of(0)] == [most] * rows
+
+
 def test_without_anything_to_replay_the_own_rows_fill_the_step(tmp_path):
     config = settings(tmp_path)
     feed = CachedFeed(rows_of("own", 12), config, block_size=4)

@@ -72,6 +72,16 @@ def test_a_run_of_fewer_steps_asks_for_no_part_that_it_does_not_train_on(site):
     assert short.windows[-1].first_step < 9 and short.parts_before(9) == len(short.expected)
 
 
+def test_the_plan_knows_what_its_rows_weigh_in_the_loss(tmp_path):
+    rows = [streams.response(n, num_tokens=size) | {"weight": weight}
+            for n, (size, weight) in enumerate([(30, 1), (8, 3), (30, 40), (5, 40)])]  # fmt: skip
+    config = streams.config_of(tmp_path)
+    responses = streams.response_set(config, [*rows, streams.response(9, "validation"), streams.response(10, "gate")])
+    plan = plan_stream(config, responses, streams.held_out(config, responses), block_size=4)
+    # four anchors at most; a reply of five tokens has room for two, one of two tokens for none
+    assert plan.mean_weight == (4 * 1 + 2 * 3 + 4 * 16) / 3
+
+
 def test_a_part_is_held_only_while_steps_may_still_ask_for_it(site):
     plan = plan_of(streams.config_of(site))
     for step in range(plan.num_steps + 1):

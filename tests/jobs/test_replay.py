@@ -101,7 +101,7 @@ def test_the_card_tells_how_a_drafter_was_trained(config, tiny):
     checkpoint = stages.Artifact(checkpoint.folder, manifest)
     card = model_card.render(config, "2", checkpoint, behind={}, decision=None, report=None)
     for told in (
-        "| steps | 300 of 400, stopped early, 64 blocks each |",
+        "| steps | 300 of 400, stopped early, at most 64 blocks each |",
         "| replay | 10% of each step's rows, of general-states |",
         "| anchors | uniform |",
         "| learning rate | 0.002, muon |",
