@@ -171,8 +171,9 @@ def speed_specforge(setting: Setting) -> dict[str, Figure]:
 def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
     """Served accepted drafts a step after the same seconds, ours over speculators' recommended DFlash recipe."""
     from bench.oracles.equal_time import Held, Side, final, tuned
+    from bench.oracles.peer_environment import SPECULATORS
     from bench.oracles.served_pairs import accepted_per_step, accepted_ratio, checkpoint, served
-    from bench.oracles.trainer_speed import PeerSetting
+    from bench.oracles.trainer_speed import fastest_of_all
     from drafter.dataset import read_rows
     from drafter.frozen import read_frozen
     from drafter.start import new_drafter
@@ -187,11 +188,8 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         new_drafter(ground.config, frozen).shape,
         trainable_rows(read_rows(found.states, "train"), block)[:3],
     )
-    precision = peer_precision()
-    sides = (
-        Side("ours", ground, held, None),
-        Side("speculators", ground, held, PeerSetting("sdpa", precision, huge_pages=True)),
-    )
+    peer = fastest_of_all(SPECULATORS, ground, optimizer="muon", small=setting.small)
+    sides = (Side("ours", ground, held, None), Side("speculators", ground, held, peer))
     rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3), (64, 256))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}
     ratios, lows, notes, same = [], [], [], 1.0
@@ -205,7 +203,13 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         same = min(same, theirs.same_drafts)
         accepted = {role: round(accepted_per_step(rows, role), 3) for role in drafters}
         notes.append({"seed": seed, "ours": ours.told(), "theirs": theirs.told(), "served": accepted})
-    note = {"on": f"{setting.on}, {setting.seconds:g} s, Muon", "n": setting.seeds, "intervals": lows, "runs": notes}
+    note = {
+        "on": f"{setting.on}, {setting.seconds:g} s, Muon",
+        "peer": str(peer),
+        "n": setting.seeds,
+        "intervals": lows,
+        "runs": notes,
+    }
     note["trials"] = {name: [run.told() for run in runs] for name, runs in trials.items()}
     is_told = all(map(isfinite, ratios))
     return {
@@ -214,15 +218,6 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         else unknown("too short a run: a drafter has no draft accepted") | note,
         "acceptance_at_equal_time.same_drafts_converted": at_least(same, 0.999, on="float32, both forward passes"),
     }
-
-
-def peer_precision() -> str:
-    """What speculators is given where its states are bfloat16: what this processor multiplies fastest."""
-    import torch
-
-    from drafter.precision import compute_dtype
-
-    return str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
 
 
 def on_policy_vs_uniform(setting: Setting) -> dict[str, Figure]:
@@ -248,7 +243,7 @@ def on_policy_vs_uniform(setting: Setting) -> dict[str, Figure]:
 
 def four_workloads(setting: Setting) -> dict[str, Figure]:
     """Challengers over the general champion and over a control of the same budget, served on held-out prompts."""
-    from bench.oracles.four_workloads import Budget, general_champion, won, workload_files
+    from bench.oracles.four_workloads import Budget, general_champion, more_general, won, workload_files
 
     root = setting.work / "four"
     budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 240, 120, 4e-3, 1e-3)
@@ -262,7 +257,8 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     if unknown_names := set(wanted) - set(files):
         raise SystemExit(f"--workloads {sorted(unknown_names)}: there are {sorted(files)}")
     states, champion = general_champion(config, budget, threads=THREADS)
-    found = {name: won(config, budget, files[name], states, champion, threads=THREADS) for name in wanted}
+    more = more_general(config, budget, threads=THREADS)
+    found = {name: won(config, budget, files[name], (states, more), champion, threads=THREADS) for name in wanted}
     figures = {}
     for name, one in found.items():
         note = {"on": f"{setting.on}, {name}", "accepted_per_step": one.accepted}

@@ -28,8 +28,12 @@ def compared(config: Config, states: Artifact[HiddenStateCache], *, seeds: Seque
     """ "uniform", "on_policy" at as many steps, and "on_policy_equal_time" at as many seconds; a run for each seed."""
     found: dict[str, list[Run]] = {"uniform": [], "on_policy": [], "on_policy_equal_time": []}
     for seed in seeds:
-        uniform = _run(config, states, anchors="uniform", seed=seed)
-        on_policy = _run(config, states, anchors="on_policy", seed=seed)
+        # Who comes first takes turns: what else the machine does must not decide.
+        pair = {
+            anchors: _run(config, states, anchors=anchors, seed=seed)
+            for anchors in ("uniform", "on_policy")[:: 1 if seed % 2 else -1]
+        }
+        uniform, on_policy = pair["uniform"], pair["on_policy"]
         a_step = on_policy.seconds / on_policy.steps
         steps = max(1, round(uniform.seconds / a_step))
         found["uniform"].append(uniform)

@@ -66,26 +66,32 @@ def workload_files(root: Path, budget: Budget, outside: Sequence[Path]) -> dict[
 
 def general_champion(config: Config, budget: Budget, *, threads: int) -> tuple[Captured, Artifact[DrafterCheckpoint]]:
     """The states of general prompts, and a drafter that is trained on them from nothing."""
-    wanted = budget.general_prompts
-    path = write_requests(config.root / f"general-{wanted}.jsonl", islice(general.prompts(wanted, seed=0), wanted))
-    found = _captured(config, path, threads=threads)
+    found = _general(config, budget.general_prompts, seed=0, threads=threads)
     settings = _training(config, steps=budget.champion_steps, learning_rate=budget.champion_rate)
     return found, train.run(settings, found.states, start=None, role="champion")
 
 
+def more_general(config: Config, budget: Budget, *, threads: int) -> Captured:
+    """As many general prompts as a workload has that the champion has never seen: what a control learns from."""
+    return _general(config, budget.prompts, seed=2, threads=threads)  # the gate serves those of seed 1
+
+
 def won(
-    config: Config, budget: Budget, path: Path, general_states: Captured, champion: Artifact[DrafterCheckpoint],
-    *, threads: int,
+    config: Config, budget: Budget, path: Path, general_states: tuple[Captured, Captured],
+    champion: Artifact[DrafterCheckpoint], *, threads: int,
 ) -> Won:  # fmt: skip
-    """Train a challenger on a workload and a control beside it, and serve all three."""
+    """Train a challenger on a workload and a control beside it, and serve all three.
+
+    ``general_states``: what the champion has learned from, which is replayed, and what the control learns from.
+    """
     found = _captured(config, path, threads=threads)
     say(f"{path.stem}: {found.states.manifest.counts}")
     settings = _training(config, steps=budget.steps, learning_rate=budget.rate)
-    replay = (general_states.states,)
+    replay, more = (general_states[0].states,), general_states[1].states
     drafters = {
         "champion": champion,
         "challenger": train.run(settings, found.states, start=champion, role="challenger", replay=replay),
-        "control": train.run(settings, general_states.states, start=champion, role="control"),
+        "control": train.run(settings, more, start=champion, role="control"),
     }
     rows = served(settings, drafters, found.responses)
     return Won(
@@ -94,6 +100,12 @@ def won(
         accepted_ratio(rows, "challenger", "champion", prompt_set="general"),
         {role: round(accepted_per_step(rows, role), 3) for role in drafters},
     )
+
+
+def _general(config: Config, wanted: int, *, seed: int, threads: int) -> Captured:
+    name = f"general-{wanted}{f'-{seed}' if seed else ''}.jsonl"
+    path = write_requests(config.root / name, islice(general.prompts(wanted, seed=seed), wanted))
+    return _captured(config, path, threads=threads)
 
 
 def _captured(config: Config, path: Path, *, threads: int) -> Captured:

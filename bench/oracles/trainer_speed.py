@@ -4,9 +4,10 @@ What counts is a whole training step: rows read, packed, forward with the loss a
 optimiser and schedule. The two processes take turns, so that what else the machine does meets both alike.
 """
 
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -135,6 +136,20 @@ def _tried(peer: Peer, ground: Ground, setting: PeerSetting, *, optimizer: str, 
         tried = Tried(setting, None, str(error)[-300:])
     say(f"{peer.name}: {setting}: {tried.blocks_per_s or tried.why}")
     return tried
+
+
+def fastest_of_all(peer: Peer, ground: Ground, *, optimizer: str, small: bool) -> PeerSetting:
+    """What a peer trains fastest with, in any precision; kept, so that a run that goes on has the same.
+
+    Raises: StageError where no setting runs.
+    """
+    path = ground.work / "scan" / f"{peer.name}-{optimizer}.json"
+    if not path.exists():
+        ran = [one for one in scanned(peer, ground, optimizer=optimizer, small=small) if one.blocks_per_s]
+        if not ran:
+            raise StageError(f"no setting of {peer.name} runs on this machine; the logs are in {path.parent}")
+        path.write_text(json.dumps(asdict(max(ran, key=lambda one: one.blocks_per_s).setting)))
+    return PeerSetting(**json.loads(path.read_text()))
 
 
 def fastest(tried: list[Tried], dtype: str) -> PeerSetting | None:
