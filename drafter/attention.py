@@ -21,6 +21,7 @@ from drafter.visibility import sees
 # A group of neighbouring blocks is multiplied with the context of all of them. It spans so many positions, or so small
 # a part of what its first block sees, that little is multiplied in vain.
 _SPAN, _SPAN_SHARE = 64, 1 / 8
+MAX_GROUP = 64  # blocks: their softmax is held at once
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _neighbours(anchors: Sequence[int], window: int | None) -> Iterator[tuple[in
     start = 0
     for i, anchor in enumerate(anchors):
         first = anchors[start]
-        if anchor - first > max(_SPAN, _SPAN_SHARE * min(first, window or first)):
+        if anchor - first > max(_SPAN, _SPAN_SHARE * min(first, window or first)) or i - start == MAX_GROUP:
             yield start, i
             start = i
     if anchors:
@@ -88,7 +89,7 @@ def attend(
     """The blocks' queries over what they see."""
     if isinstance(seen, BlockMask):
         return attend_by_mask(q, k, v, context_k, context_v, seen, sinks)
-    return _Attend.apply(q, k, v, context_k, context_v, sinks, seen)
+    return _Attend.apply(q, k, v, context_k, context_v, sinks, seen, torch.is_grad_enabled())
 
 
 class _Attend(torch.autograd.Function):
@@ -107,6 +108,7 @@ class _Attend(torch.autograd.Function):
         context_v: Tensor,
         sinks: Tensor | None,
         seen: View,
+        keeps_weights: bool,
     ) -> Tensor:
         (A, B, N, E), G = q.shape, k.shape[2]
         R = N // G
@@ -132,7 +134,8 @@ class _Attend(torch.autograd.Function):
             mixed[:, group.blocks] = _per_block(weights[..., S : S + B], values[:, group.blocks])
             over_context = torch.bmm(weights.flatten(1, 3)[..., :S], context_v[:, group.context])
             mixed[:, group.blocks] += over_context.view(G, g, R, B, E)
-            kept.append(weights)
+            if keeps_weights:
+                kept.append(weights)
         ctx.seen, ctx.has_sinks = seen, sinks is not None
         ctx.save_for_backward(queries, keys, values, context_k, context_v, *kept)
         return mixed.permute(1, 3, 0, 2, 4).reshape(A, B, N, E)
@@ -169,7 +172,7 @@ class _Attend(torch.autograd.Function):
         by_q = by_queries.mul_(E**-0.5).permute(1, 3, 0, 2, 4).reshape(A, B, G * R, E)
         by_k, by_v = by_keys.permute(1, 2, 0, 3), by_values.permute(1, 2, 0, 3)
         by_context = (part.to(grad.dtype).transpose(0, 1) for part in (by_context_k, by_context_v))
-        return by_q, by_k, by_v, *by_context, None if by_sinks is None else by_sinks.flatten(), None
+        return by_q, by_k, by_v, *by_context, None if by_sinks is None else by_sinks.flatten(), None, None
 
 
 def _per_block(a: Tensor, b: Tensor) -> Tensor:  # [G, g, R, B, x], [G, g, x, y] -> [G, g, R, B, y]

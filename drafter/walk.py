@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.attention import MAX_GROUP
 from drafter.dataset import CachedRow
 from drafter.deal import Deal
 from drafter.frozen import FrozenTarget
 from drafter.model import Drafter
 from drafter.packing import pack
+from drafter.shape import DrafterShape
 from drafter.step import hidden_of
+
+# Memory of one pass. Each pass of a reply reads its context again, so that few and large ones are faster.
+PASS_BYTES = 1 << 30
 
 
 @dataclass
@@ -78,34 +83,45 @@ def jumps(accepted: Sequence[int], first: int, last: int) -> list[int]:
 
 @torch.no_grad()
 def walk(
-    drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, rows_per_pass: int = 4
+    drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, pass_bytes: int = PASS_BYTES
 ) -> tuple[WalkCounts, dict[str, WalkCounts]]:
     """Counts of all replies together, and by slice."""
     total, slices = WalkCounts(), {}
     K = drafter.shape.num_draft_tokens
-    for start in range(0, len(rows), rows_per_pass):
-        some = [row for row in rows[start : start + rows_per_pass] if row.num_tokens - row.num_prompt_tokens > 1]
-        if not some:
-            continue
-        for row, accepted in zip(some, accepted_everywhere(drafter, frozen, some), strict=True):
-            steps = [int(accepted[p]) for p in jumps(accepted.tolist(), row.num_prompt_tokens, row.num_tokens - 1)]
-            num_reply_tokens = row.num_tokens - row.num_prompt_tokens
-            total.add(steps, num_reply_tokens, K)
-            slices.setdefault(row.slice, WalkCounts()).add(steps, num_reply_tokens, K)
+    rows = [row for row in rows if row.num_tokens - row.num_prompt_tokens > 1]
+    for row, accepted in zip(rows, accepted_everywhere(drafter, frozen, rows, pass_bytes=pass_bytes), strict=True):
+        steps = [int(accepted[p]) for p in jumps(accepted.tolist(), row.num_prompt_tokens, row.num_tokens - 1)]
+        num_reply_tokens = row.num_tokens - row.num_prompt_tokens
+        total.add(steps, num_reply_tokens, K)
+        slices.setdefault(row.slice, WalkCounts()).add(steps, num_reply_tokens, K)
     return total, slices
 
 
 @torch.no_grad()
-def accepted_everywhere(drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow]) -> list[Tensor]:
+def accepted_everywhere(
+    drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, pass_bytes: int = PASS_BYTES
+) -> list[Tensor]:
     """For each row int64 [n]: drafts accepted by a block that starts at each reply position, 0 elsewhere.
+
+    Beside the drafter it takes ``pass_bytes`` of memory, or what one group of blocks of the longest row needs.
+    """
+    found = [torch.zeros(row.num_tokens, dtype=torch.int64) for row in rows]
+    for some in _passes(rows, *_bytes_of(drafter.shape, frozen.head), pass_bytes):
+        deals = [Deal(rows[index], anchors, 1.0) for index, anchors in some]
+        for (index, anchors), accepted in zip(some, _accepted(drafter, frozen, deals), strict=True):
+            found[index][anchors] = accepted
+    return found
+
+
+def _accepted(drafter: Drafter, frozen: FrozenTarget, deals: Sequence[Deal]) -> tuple[Tensor, ...]:
+    """Drafts accepted by each block, int64 [m] for each deal.
 
     A slot's logits are computed only where every earlier slot was right, since nothing else counts.
     """
     K, device = drafter.shape.num_draft_tokens, frozen.head.device
-    deals = [Deal(row, torch.arange(row.num_prompt_tokens, row.num_tokens - 1), 1.0) for row in rows]
     packed = pack(deals, drafter.shape.block_size, frozen.head.dtype).to(device)
     hidden = hidden_of(drafter, frozen, packed)  # [A, K, H]
-    last = torch.tensor([row.num_tokens - 1 for row in rows])
+    last = torch.tensor([deal.row.num_tokens - 1 for deal in deals])
     room = last.repeat_interleave(torch.tensor(packed.num_blocks)).to(device) - packed.anchors
     alive = torch.ones_like(packed.anchors, dtype=torch.bool)
     accepted = torch.zeros_like(packed.anchors)
@@ -115,9 +131,36 @@ def accepted_everywhere(drafter: Drafter, frozen: FrozenTarget, rows: Sequence[C
         guess = (hidden[where, slot] @ frozen.head.T).argmax(dim=-1)
         alive[where] = guess == packed.labels[where, slot]
         accepted += alive
-    found = []
-    for deal, some in zip(deals, accepted.cpu().split(packed.num_blocks), strict=True):
-        at = torch.zeros(deal.row.num_tokens, dtype=torch.int64)
-        at[deal.anchors] = some
-        found.append(at)
-    return found
+    return accepted.cpu().split(packed.num_blocks)
+
+
+def _passes(
+    rows: Sequence[CachedRow], position_bytes: int, block_bytes: int, pass_bytes: int
+) -> list[list[tuple[int, Tensor]]]:
+    """Indices of rows with the anchors to take of them, pass by pass; only a reply too long for a pass alone is cut."""
+    passes: list[list[tuple[int, Tensor]]] = []
+    left = 0
+    for index, row in enumerate(rows):
+        first, last = row.num_prompt_tokens, row.num_tokens - 1
+        while first < last:
+            if not passes or position_bytes * last + block_bytes * (last - first) > left:
+                passes.append([])
+                left = pass_bytes
+            room = (left - position_bytes * first) // (position_bytes + block_bytes)
+            end = min(last, first + max(MAX_GROUP, room))
+            passes[-1].append((index, torch.arange(first, end)))
+            left -= position_bytes * end + block_bytes * (end - first)
+            first = end
+    return passes
+
+
+def _bytes_of(shape: DrafterShape, head: Tensor) -> tuple[int, int]:
+    """What a context position takes of a pass's memory, and what a block does."""
+    H, B = shape.hidden_size, shape.block_size
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    # Of one group of blocks over this position, as scores and in their place; a GPU holds none.
+    softmax = 0 if head.is_cuda else 2 * MAX_GROUP * B * shape.num_attention_heads
+    position = shape.context_size + 3 * H + 6 * keys + softmax
+    in_layers = B * (3 * shape.intermediate_size + 6 * H + 4 * queries + 4 * keys)
+    block = max(in_layers, B * H + head.shape[0])
+    return position * head.itemsize, block * head.itemsize

@@ -1,9 +1,12 @@
 import pytest
 import torch
 import toys
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.oracles.plain_reference import draft_hidden, speculate
-from drafter.walk import WalkCounts, jumps, walk
+from drafter.walk import WalkCounts, accepted_everywhere, jumps, walk
 
 
 def test_jumps_counted_by_hand():
@@ -44,7 +47,7 @@ def test_the_walk_is_greedy_speculative_decoding():
         reply = row.ids[row.num_prompt_tokens :].tolist()
         steps[row.row_id] = speculate(reply, plain_drafts(model, frozen, row)) if len(reply) > 1 else []
     with torch.no_grad():
-        total, slices = walk(model, frozen, rows, rows_per_pass=2)
+        total, slices = walk(model, frozen, rows, pass_bytes=1 << 15)
     everything = [accepted for some in steps.values() for accepted in some]
     assert 0 < sum(everything) < 3 * len(everything), "some drafts are right and some are wrong"
     assert {0, 1, 2, 3} == set(everything)
@@ -68,6 +71,48 @@ def partly_right(model, frozen, row):
                 row.ids[row.num_prompt_tokens + at + 1 + k] = guess
         at, block = at + right + 1, block + 1
     return row
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors made inside that were there at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._live = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize(
+    "changes, budgets",
+    [({}, (23,)), ({"intermediate_size": 400}, (23, 24)), ({"num_attention_heads": 32}, (26,))],
+)
+def test_a_walk_stays_within_its_memory_however_long_the_replies_and_counts_the_same(changes, budgets):
+    model, frozen = toys.drafter(toys.shape(**changes)), toys.frozen()
+    rows = [toys.row(n, 5, seed=n) for n in (300, 40, 2, 90, 200)]
+    whole = accepted_everywhere(model, frozen, rows, pass_bytes=1 << 40)
+    found, taken = [], []
+    for pass_bytes in (1 << exponent for exponent in budgets):
+        with Memory() as memory:
+            found.append(accepted_everywhere(model, frozen, rows, pass_bytes=pass_bytes))
+        taken.append(memory.peak / pass_bytes)
+    assert max(taken) < 1, taken
+    assert all(torch.equal(a, b) for other in found for a, b in zip(whole, other, strict=True))
+
+
+def test_a_walk_keeps_nothing_for_a_gradient():
+    model, frozen = toys.drafter(toys.shape(has_attention_sinks=True, num_attention_heads=32)), toys.frozen()
+    with Memory() as memory:
+        accepted_everywhere(model, frozen, [toys.row(400, 5)])
+    softmax_of_all = 8 * 32 * 4 * 395 * 200  # over 200 positions on average, in one of two layers
+    assert memory.peak < softmax_of_all
 
 
 def test_a_reply_that_ends_inside_a_block_counts_only_what_it_emitted():
