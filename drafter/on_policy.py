@@ -1,7 +1,7 @@
 """On-policy anchors: drawn by how often the drafter's own walk visits a position, estimated without a forward pass.
 
 Decoding begins at a reply's first token and jumps by the accepted drafts and one. Every trained block tells how many
-drafts were accepted at its anchor; the last known count of each reply position is kept in a byte. Where it is known,
+drafts were accepted at its anchor; the last known count of each reply position is kept in two bytes. Where it is known,
 the walk jumps by it; where it is not, by the run's recent distribution of counts. Following all jumps forward from the
 first token gives each position's probability v of being visited.
 
@@ -43,7 +43,7 @@ class VisitTable:
     firsts: Ints  # [rows], each row's first reply token
     sizes: Ints  # [rows], its reply tokens
     offsets: Ints  # [rows], where its counts begin in ``known``
-    known: NDArray[np.int8]  # [all reply tokens], -1 where nothing is known
+    known: NDArray[np.int16]  # [all reply tokens], -1 where nothing is known
     spread: Floats  # [K + 1], how often so many drafts were accepted lately
     block_size: int
 
@@ -53,7 +53,7 @@ class VisitTable:
         firsts = np.array([row.num_prompt_tokens for row in rows], dtype=np.int64)
         sizes = np.array([row.num_tokens for row in rows], dtype=np.int64) - firsts
         ends = sizes.cumsum()
-        known = np.full(ends[-1], _UNKNOWN, dtype=np.int8)
+        known = np.full(ends[-1], _UNKNOWN, dtype=np.int16)
         spread = _PRIOR ** np.arange(1.0, block_size + 1)
         spread[-1] *= 2  # all are accepted: there is no slot to stop at
         return cls(firsts, sizes, ends - sizes, known, spread, block_size)

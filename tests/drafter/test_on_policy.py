@@ -111,3 +111,11 @@ def test_drawing_for_a_step_takes_milliseconds():
     for seed in range(20):
         table.draw(range(8), [seed] * 8, limit=32, uniform_share=0.25)
     assert (time.perf_counter() - started) / 20 < 0.1
+
+
+def test_counts_of_the_longest_blocks_are_remembered_as_they_were():
+    table = VisitTable.of([toys.row(400, 10)], 256)
+    table.learn(0, torch.tensor([20, 40]), torch.tensor([199, 255]))
+    restored = VisitTable.of([toys.row(400, 10)], 256)
+    restored.restore(table.state())
+    assert restored.known[[10, 30]].tolist() == [199, 255]
