@@ -44,7 +44,7 @@ def train_loop(
     *,
     check_start: Callable[[Walks], None] = lambda walks: None,
 ) -> Progress:
-    """Train through the feed's steps, from ``folder``'s last checkpoint if there is one; best.pt holds the best step.
+    """Train through the feed's steps, from ``folder``'s last checkpoint if there is one; its best weights lie beside.
 
     Under torch.distributed each process takes its share of every step's rows; all see the same step count, since a
     process without a block still adds its zero gradient, and a step without any block is skipped by all of them.

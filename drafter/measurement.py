@@ -109,7 +109,7 @@ def measure(
     is_best = progress.best is None or walks.own.acceptance_length > progress.best["acceptance_length"]
     if is_best:
         progress.best = {**walks.own.as_dict(), "step": progress.step}
-        save_best(folder, drafter)
+        save_best(folder, drafter, progress)
     if rank_and_world()[0] == 0:
         logger.info(
             "train: step %d  loss %s  walk acceptance %.3f%s  %.0f blocks/s  %.0f s left",

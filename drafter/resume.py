@@ -17,7 +17,8 @@ from pipeline.shards import fsync_file
 
 logger = logging.getLogger("slipstream")
 
-RESUME, BEST = "resume.pt", "best.pt"
+RESUME = "resume.pt"
+_BEST = "best-*.pt"
 
 
 @dataclass
@@ -43,19 +44,27 @@ def save(folder: Path, drafter: Drafter, optimizer: Optimizer, progress: Progres
     }
     if rank_and_world()[0] == 0:
         _save_torch(folder / RESUME, state)
+        for path in folder.glob(_BEST):
+            if path != best_path(folder, progress):
+                path.unlink()
 
 
-def save_best(folder: Path, drafter: Drafter) -> None:
+def best_path(folder: Path, progress: Progress) -> Path:
+    """The file of the best weights so far: of this step, for a killed try may have gone on to another."""
+    return folder / _BEST.replace("*", str(progress.best["step"]))
+
+
+def save_best(folder: Path, drafter: Drafter, progress: Progress) -> None:
     """Keep these weights as the best so far. Every process takes part, the first writes."""
     state = whole_state(drafter)
     if rank_and_world()[0] == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _save_torch(folder / BEST, state)
+        _save_torch(best_path(folder, progress), state)
 
 
-def load_best(folder: Path, drafter: Drafter) -> None:
-    """Give the drafter the best weights."""
-    load_whole_state(drafter, _load_torch(folder / BEST))
+def load_best(folder: Path, drafter: Drafter, progress: Progress) -> None:
+    """Give the drafter the best weights. Raises: StageError when they cannot be read."""
+    load_whole_state(drafter, _load_torch(best_path(folder, progress)))
 
 
 def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
@@ -63,7 +72,7 @@ def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
 
     The checkpoint may be of a run with other processes. Every one of them reads it, and takes what is its own.
 
-    Raises: StageError when the file cannot be read, or is another drafter's.
+    Raises: StageError when the file cannot be read, is another drafter's, or has no best weights beside it.
     """
     path = folder / RESUME
     if not path.exists():
@@ -75,6 +84,8 @@ def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
         progress = Progress(**state["progress"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise StageError(f"{path}: not a checkpoint of this run ({error}); remove {folder} to train anew")
+    if not (best := best_path(folder, progress)).exists():
+        raise StageError(f"{best}: missing, though {path.name} is there and needs it; remove {folder} to train anew")
     try:
         optimizer.load_state_dict(state["optimizer"])
     except (KeyError, ValueError) as error:
@@ -95,8 +106,8 @@ def saved_step(folder: Path) -> int:
 
 def remove(folder: Path) -> None:
     """Remove what only an interrupted run needs."""
-    for name in (BEST, RESUME):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / RESUME, *folder.glob(_BEST)):
+        path.unlink(missing_ok=True)
 
 
 def _save_torch(path: Path, value: Any) -> None:
@@ -110,5 +121,5 @@ def _load_torch(path: Path) -> Any:
     """What was saved there, its tensors mapped. Raises: StageError when it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
         raise StageError(f"{path}: cannot be read ({error}); remove {path.parent} to train anew")

@@ -3,8 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from drafter import resume
 from drafter.checkpoint import files_of
@@ -13,6 +12,7 @@ from drafter.stream import remove_queue
 from drafter.trainer import TRAINED, Caches, device_here, train_in
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, describe_file, package_versions
 from pipeline.config import Config
+from pipeline.errors import FingerprintError
 from pipeline.stages import Artifact, complete
 
 STAGE_VERSION = 2
@@ -21,6 +21,8 @@ _EXECUTION = {
     "num_workers", "parallel", "compile", "activation_checkpointing", "tokens_per_pass", "control",
     "warm_start_tolerance",
 }  # fmt: skip
+# A setting's value → the setting that means nothing beside it.
+_UNUSED = {"decay": "dpace_alpha", "dpace": "decay_gamma", "uniform": "uniform_share"}
 # The order of a streamed run is that of its windows.
 _STREAM = {"max_bytes", "states_format"}
 
@@ -51,7 +53,9 @@ def run(
     parents |= {f"replay_{n + 1}": cache.id for n, cache in enumerate(replay)}
     # Replies that were removed and made anew under the same id are others to learn from.
     replies = responses.manifest.content_id if responses else states.manifest.responses
-    meaning = {**config.train.model_dump(mode="json", exclude=_EXECUTION), "role": role, "replies": replies}
+    meaning = {**_settings(config), "role": role, "replies": replies}
+    if any(cache.manifest.storage for cache in (states, *replay)):  # rows are mixed as far as that disk goes
+        meaning["staging_bytes"] = config.capture.staging_bytes
     meaning["replayed"] = [cache.manifest.responses for cache in replay]
     if start is None:
         meaning["drafter"] = config.drafter.model_dump(mode="json")
@@ -90,17 +94,30 @@ def run(
     )
 
 
-def resolved(config: Config, replay: Caches, *, device: torch.device | None = None) -> Config:
-    """The configuration of one run: what it computes in on this device, and no share for replay without a cache."""
+def resolved(config: Config, replay: Caches) -> Config:
+    """The configuration of one run: what it computes in (auto: on this device), no share of replay without a cache."""
     settings = config.train
-    dtype = compute_dtype(settings.compute, device or device_here())
+    dtype = compute_dtype(settings.compute, device_here())
     update = {"compute": str(dtype).removeprefix("torch."), "replay_share": settings.replay_share if replay else 0.0}
     return config.model_copy(update={"train": settings.model_copy(update=update)})
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Those of [train] that change what comes out."""
+    unused = {_UNUSED.get(config.train.loss), _UNUSED.get(config.train.anchors)} - {None}
+    return config.train.model_dump(mode="json", exclude=_EXECUTION | unused)
 
 
 def _require_one_target(
     states: Artifact[HiddenStateCache], start: Artifact[DrafterCheckpoint] | None, replay: Caches
 ) -> None:
+    hidden_size = states.manifest.hidden_size
+    for cache in replay:
+        if cache.manifest.hidden_size != hidden_size:
+            raise FingerprintError(
+                f"{cache.folder}: states of {cache.manifest.hidden_size} channels, and those of {states.folder} have "
+                f"{hidden_size}: they are of another target and cannot be replayed"
+            )
     if (fingerprint := states.manifest.fingerprint) is None:
         return
     for other in ([start] if start else []) + list(replay):

@@ -42,6 +42,10 @@ _EXPORT_TOLERANCE, _EXPORT_DRAFTS = 0.1, 5
 Caches = Sequence[Artifact[HiddenStateCache]]
 
 
+class NothingToTrainOn(StageError):
+    """A cache without a row that could be trained on."""
+
+
 def train_in(
     folder: Path,
     config: Config,
@@ -118,6 +122,7 @@ def _feed(
 ) -> tuple[Feed, int]:
     """The run's feed, and how many of its own rows are too short for a block."""
     num_short, settings = 0, config.train
+    caches = _replayed_rows(replay, config, block_size)
     if responses is not None:
         share = settings.replay_share if replay else 0.0
         plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
@@ -126,28 +131,38 @@ def _feed(
             logger.info("train: no row of a stream is seen again, so its anchors are drawn uniformly")
     else:
         rows, num_short = _train_rows(states, config, block_size)
-        own = CachedFeed(rows, settings, block_size=block_size, leaves_room=bool(replay))
-    if not replay:
+        own = CachedFeed(rows, settings, block_size=block_size, leaves_room=bool(caches))
+    if not caches:
         return own, num_short
-    caches = [_train_rows(cache, config, block_size)[0] for cache in replay]
     logger.info(
         "train: %.0f%% of each step's rows are replayed, from %s",
         100 * settings.replay_share,
-        ", ".join(f"{len(rows)} rows of {cache.id}" for cache, rows in zip(replay, caches, strict=True)),
+        ", ".join(f"{len(rows)} rows of {name}" for name, rows in caches.items()),
     )
-    return MixedFeed(own, caches, settings, block_size=block_size), num_short
+    return MixedFeed(own, list(caches.values()), settings, block_size=block_size), num_short
+
+
+def _replayed_rows(replay: Caches, config: Config, block_size: int) -> dict[str, list[CachedRow]]:
+    """Cache id → its rows; a cache that has none to train on is left out, since a run does without it, too."""
+    found = {}
+    for cache in replay:
+        try:
+            found[cache.id] = _train_rows(cache, config, block_size)[0]
+        except NothingToTrainOn as error:
+            logger.warning("train: not replayed: %s", error)
+    return found
 
 
 def _train_rows(states: Artifact[HiddenStateCache], config: Config, block_size: int) -> tuple[list[CachedRow], int]:
     if "train" not in states.manifest.splits:
-        raise StageError(
+        raise NothingToTrainOn(
             f"{states.folder}: holds the states of {', '.join(states.manifest.splits)} rows alone, as a streamed run "
             "leaves them; train on their responses with slipstream stream, or run slipstream capture first"
         )
     rows = read_rows(states, "train", staging_bytes=config.capture.staging_bytes)
     usable = trainable_rows(rows, block_size)
     if not usable:
-        raise StageError(
+        raise NothingToTrainOn(
             f"{states.folder}: no train row has room for a block of {block_size} in its reply; collect more traffic "
             "or use a smaller drafter.block_size"
         )
@@ -181,7 +196,7 @@ def _export(
     Raises: StageError when that is not the drafter that was measured.
     """
     best = Drafter(shape)
-    resume.load_best(folder, best)
+    resume.load_best(folder, best, progress)
     save_drafter(folder, best, kept)
     exported = load_drafter(folder)[0].to(frozen.head.device)
     walks = validation.walk(exported, frozen)

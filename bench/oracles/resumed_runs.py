@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter import loop, train, trainer
 from drafter.optim import Optimizer
-from drafter.resume import BEST, RESUME
+from drafter.resume import RESUME, Progress, best_path
 from pipeline.artifacts import HiddenStateCache, load
 from pipeline.config import Config
 from pipeline.stages import Artifact
@@ -85,7 +85,8 @@ def _end_of(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Everything that a run ended with: its tensors by name, and its curve without meters."""
     state = torch.load(folder / RESUME, weights_only=True)
     tensors = dict(_tensors(state["drafter"], "drafter")) | dict(_tensors(state["optimizer"], "optimizer"))
-    tensors |= dict(_tensors(torch.load(folder / BEST, weights_only=True), "best"))
+    best = best_path(folder, Progress(**state["progress"]))
+    tensors |= dict(_tensors(torch.load(best, weights_only=True), "best"))
     curve = [{k: v for k, v in point.items() if k not in _METERS} for point in state["progress"]["curve"]]
     return tensors, curve
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 import toys
 
-from drafter import loop, measurement, start, train, trainer
+from drafter import loop, measurement, resume, start, train, trainer
 from drafter.checkpoint import load_drafter, save_drafter
 from drafter.deal import Deal
 from drafter.feed import CachedFeed
@@ -94,6 +94,48 @@ def test_a_run_killed_after_its_best_step_is_kept_but_before_the_checkpoint_ends
         with pytest.raises(Killed):
             run(site)
     require_same(run(site), straight)
+
+
+def test_best_weights_of_a_killed_try_never_pass_for_those_of_an_earlier_step(tmp_path, monkeypatch):
+    # Step 2 is the best; a try is killed when it has kept step 4 as better, which the next one finds to be worse.
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    rows, config = [toys.counting_row(3 * i, 18, 3) for i in range(3)], toys.config(tmp_path, steps=6).train
+    lengths, weights, saves, save = iter([0, 4, 9, 3, 2]), [], [], loop.save
+
+    def scripted(model, frozen, rows):
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return WalkCounts(1, 20, 10, next(lengths), [0, 0, 0]), {}
+
+    def saving(*arguments):
+        saves.append(1)
+        if len(saves) == 2:
+            raise Killed
+        save(*arguments)
+
+    monkeypatch.setattr(measurement, "walk", scripted)
+    monkeypatch.setattr(loop, "save", saving)
+    with pytest.raises(Killed):
+        train_rows(model, frozen, rows, config, tmp_path)
+    progress = train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    best = toys.drafter(seed=3, dtype=torch.float32)
+    resume.load_best(tmp_path, best, progress)
+    assert progress.best["step"] == 2 and all(torch.equal(p, weights[1][name]) for name, p in best.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(lambda folder: (folder / "resume.pt").write_bytes((folder / "resume.pt").read_bytes()[:900]), "cannot be read"),
+     (lambda folder: (folder / "resume.pt").write_bytes(b""), "cannot be read"),
+     (lambda folder: next(folder.glob("best-*.pt")).unlink(), r"best-\d+\.pt: missing")],
+    ids=["cut", "empty", "without its best weights"],
+)  # fmt: skip
+def test_what_an_interrupted_run_left_and_cannot_be_used_is_named_with_the_next_step(spoil, words, tmp_path):
+    model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
+    rows, config = [toys.counting_row(3, 18, 3)], toys.config(tmp_path, steps=2).train
+    train_rows(model, frozen, rows, config, tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(StageError, match=rf"{words}.*remove .* to train anew"):
+        train_rows(model, frozen, rows, config, tmp_path)
 
 
 EVERYTHING = {
@@ -290,7 +332,8 @@ def test_the_step_with_the_best_walk_is_kept(tmp_path, monkeypatch):
     model, frozen = toys.drafter(dtype=torch.float32), toys.frozen(dtype=torch.float32)
     rows = [toys.counting_row(3 * i, 18, 3) for i in range(3)]
     progress = train_rows(model, frozen, rows, toys.config(tmp_path).train, tmp_path)
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert [path.name for path in tmp_path.glob("best*")] == ["best-4.pt"], "those of earlier steps are gone"
+    best = torch.load(tmp_path / "best-4.pt", weights_only=True)
     assert progress.best["step"] == 4 and progress.best["acceptance_length"] == pytest.approx(1.9)
     assert all(torch.equal(best[name], weights[2][name]) for name in best)
     assert not torch.equal(best["fc.weight"], weights[4]["fc.weight"])
@@ -402,13 +445,45 @@ def test_how_a_run_is_executed_does_not_change_what_it_is_and_what_it_computes_i
     cache, ids = states(site), []
     for settings in ({}, {"tokens_per_pass": 999, "num_workers": 2, "parallel": "fsdp", "compile": True},
                      {"activation_checkpointing": True, "control": True}, {"replay_share": 0.7},
+                     {"decay_gamma": 5.0}, {"uniform_share": 0.5},
                      {"compute": str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")},
                      {"anchors": "on_policy"}, {"max_row_weight": 1}, {"patience": None}):  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "complete", lambda *a, **named: ids.append((named["parents"], named["meaning"])))
             train.run(toys.config(site, **settings), cache, start=None, role="champion")
-    assert all(one == ids[0] for one in ids[:5]), "with nothing to replay, its share means nothing"
-    assert all(one != ids[0] for one in ids[5:])
+    assert all(one == ids[0] for one in ids[:7]), "with nothing to replay, its share means nothing"
+    assert all(one != ids[0] for one in ids[7:])
+
+
+def test_how_much_is_staged_changes_a_run_only_where_states_are_on_storage(site, monkeypatch):
+    cache, meanings = states(site), []
+    monkeypatch.setattr(train, "complete", lambda *a, **named: meanings.append(named["meaning"]))
+    for storage in (None, "s3://bucket/states"):
+        stored = Artifact(cache.folder, cache.manifest.model_copy(update={"storage": storage}))
+        for staging_bytes in (1 << 30, 2 << 30):
+            config = toys.config(site)
+            config = config.model_copy(
+                update={"capture": config.capture.model_copy(update={"staging_bytes": staging_bytes})}
+            )
+            train.run(config, stored, start=None, role="champion")
+    assert meanings[0] == meanings[1] != meanings[2] != meanings[3], "its order follows from what can be mixed"
+
+
+def test_a_replayed_cache_without_a_row_to_train_on_is_left_out_and_the_run_goes_on(site, caplog):
+    short = toys.cache(
+        site, [("train", toys.row(20, 18, seed=1)), ("validation", toys.row(20, 3))], derivation="too-short"
+    )
+    held_out = toys.cache(site, [("validation", toys.row(20, 3))], derivation="held-out")
+    held_out = Artifact(held_out.folder, held_out.manifest.model_copy(update={"splits": ("validation", "gate")}))
+    trained = train.run(toys.config(site), states(site), start=None, role="champion", replay=[short, held_out])
+    assert trained.manifest.counts["train_rows"] == 6 and trained.manifest.counts["empty_steps"] == 0
+    assert "not replayed: " in caplog.text and "too-short" in caplog.text and "held-out" in caplog.text
+
+
+def test_replayed_states_of_another_width_are_refused_before_anything_is_read(site):
+    other = toys.cache(site, [("train", toys.row(20, 3, width=36))], derivation="wide")
+    with pytest.raises(FingerprintError, match=r"12 channels.* have 10"):
+        train.run(toys.config(site), states(site), start=None, role="champion", replay=[other])
 
 
 def test_a_cache_of_the_held_out_rows_alone_says_that_it_is_one(site):
