@@ -71,13 +71,13 @@ def run(
 
 def resolved(config: Config, replay: Sequence[Artifact[HiddenStateCache]]) -> Config:
     """The configuration of one run on this cluster (``drafter.train.resolved``)."""
-    import ray
-    import torch
-
     from drafter import train
+    from jobs.train_workers import compute_of_workers
 
-    device = torch.device("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
-    return train.resolved(config, replay, device=device)
+    if config.train.compute == "auto":
+        settings = config.train.model_copy(update={"compute": compute_of_workers()})
+        config = config.model_copy(update={"train": settings})
+    return train.resolved(config, replay)
 
 
 def to_replay(

@@ -6,12 +6,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.session import start_logging
 from pipeline.config import Config
@@ -51,10 +52,26 @@ def train_on_workers(
         trainer.fit()
     except Exception as error:
         raise own_error(error) or StageError(
-            f"train: the workers failed: {str(error).strip().splitlines()[-1]}"
+            f"train: the workers failed: {(str(error).strip() or repr(error)).splitlines()[-1]}"
         ) from error
     finally:
         marker.unlink(missing_ok=True)
+
+
+def compute_of_workers() -> Literal["float32", "bfloat16"]:
+    """What train.compute = "auto" means on this cluster, whichever machine asks: it is part of what a run is.
+
+    bfloat16 on GPUs; on CPUs where every machine that could train multiplies it fast.
+    """
+    if ray.cluster_resources().get("GPU", 0) > 0:
+        return "bfloat16"
+    from drafter.precision import has_matrix_tiles
+
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    ask = ray.remote(num_cpus=0)(has_matrix_tiles)
+    there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    answers = ray.get([ask.options(scheduling_strategy=node).remote() for node in there])
+    return "bfloat16" if answers and all(answers) else "float32"
 
 
 class _OwnErrorsEnd(UserCallback):
@@ -70,8 +87,11 @@ class _OwnErrorsEnd(UserCallback):
 def _work(settings: dict[str, Any]) -> None:
     import torch
 
+    from drafter.precision import compute_dtype, flush_denormals, require_multiplied
     from drafter.train import train_in
+    from drafter.trainer import device_here
 
+    flush_denormals()
     start_logging()
     require_visible(settings["marker"])
     if torch.cuda.is_available():
@@ -80,6 +100,8 @@ def _work(settings: dict[str, Any]) -> None:
         # Ray gives a worker one thread for each CPU it reserved: on a machine of its own it may use them all.
         num_local = ray.train.get_context().get_local_world_size()
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
+    device, config = device_here(), settings["arguments"][1]
+    require_multiplied(compute_dtype(config.train.compute, device), device)
     train_in(*settings["arguments"])
 
 

@@ -6,11 +6,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
+import ray.train
+import torch
 
+import drafter.train
+import jobs.train
 from drafter import train as stage
+from jobs import train_workers
 from jobs.session import ray_session
 from jobs.train_workers import require_visible, train_on_workers
 from pipeline.errors import StageError
@@ -88,3 +95,29 @@ def test_an_error_of_the_stage_ends_the_run_at_once(tmp_path):
 def test_a_worker_that_does_not_see_the_folder_says_where_root_belongs(tmp_path):
     with pytest.raises(StageError, match="every node mounts"):
         require_visible(tmp_path / "elsewhere" / ".workers-1", within_s=0.1)
+
+
+def test_what_auto_computes_in_is_that_of_the_machines_that_train_not_of_the_one_that_asks(tmp_path, monkeypatch):
+    are_fast = torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not are_fast)
+    config = toys.config(tmp_path)
+    assert jobs.train.resolved(config, ()).train.compute == ("bfloat16" if are_fast else "float32")
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    assert jobs.train.resolved(config, ()).train.compute == "bfloat16", "of GPUs that this machine has not"
+    for compute in ("float32", "bfloat16"):
+        assert jobs.train.resolved(toys.config(tmp_path, compute=compute), ()).train.compute == compute
+
+
+def test_a_worker_trains_without_denormals_and_says_what_its_cpu_is_slow_at(tmp_path, monkeypatch, caplog):
+    left = []
+    monkeypatch.setattr(drafter.train, "train_in", lambda *_: left.append(torch.full((9,), 1.2e-38).mul(0.1)))
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_local_world_size=lambda: 1))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(train_workers, "start_logging", lambda: None)
+    arguments = (tmp_path, toys.config(tmp_path, compute="bfloat16"))
+    with caplog.at_level("WARNING", logger="slipstream"):
+        thread = threading.Thread(target=train_workers._work, args=({"arguments": arguments, "marker": tmp_path},))
+        thread.start()
+        thread.join()
+    assert not left[0].count_nonzero()
+    assert "many times as fast" in caplog.text
