@@ -30,10 +30,13 @@ CAUSES = (
 )
 
 
-def require_below_uniform(
+def doubt_of(
     drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], config: TrainConfig, *, where: str
-) -> None:
-    """Raises: StageError when the mean cross-entropy over these rows is not below that of a uniform guess, ln V."""
+) -> str | None:
+    """What to say when the mean cross-entropy over these rows is not below that of a uniform guess, ln V; else None.
+
+    A doubt only: a drafter that is sure of itself may be above it on text of another kind.
+    """
     num_slots = drafter.shape.num_draft_tokens
     deals = [
         Deal(row, anchors, 1.0)
@@ -43,7 +46,7 @@ def require_below_uniform(
         ))
     ]  # fmt: skip
     if not deals:
-        return
+        return None
 
     def even(cross_entropy: Tensor) -> Tensor:
         return torch.full_like(cross_entropy, 1 / num_slots)
@@ -54,20 +57,21 @@ def require_below_uniform(
     uniform = math.log(frozen.head.shape[0])
     if rank_and_world()[0] == 0:
         logger.info("train: cross-entropy at step 0 is %.3f nats a token (a uniform guess: %.3f)", result.loss, uniform)
-    if not result.loss < uniform:
-        raise StageError(
-            f"{where}: at step 0 the cross-entropy is {result.loss:.3f} nats a token, and a drafter that knew nothing "
-            f"would have {uniform:.3f} (ln {frozen.head.shape[0]}). {CAUSES}"
-        )
+    if result.loss < uniform:
+        return None
+    return (
+        f"{where}: at step 0 the cross-entropy is {result.loss:.3f} nats a token, and a drafter that knew nothing "
+        f"would have {uniform:.3f} (ln {frozen.head.shape[0]}). {CAUSES}"
+    )
 
 
 def recorded_walk_check(
-    recorded: Mapping[str, Mapping[str, Any]], own: str, config: TrainConfig, *, where: str
+    recorded: Mapping[str, Mapping[str, Any]], own: str, config: TrainConfig, *, where: str, doubt: str | None = None
 ) -> Callable[[Walks], None]:
     """What compares the walks of step 0 with those on record for the starting drafter: cache id → counts.
 
     ``own`` is the id of the run's own cache. The check raises StageError when accepted drafts a step differ by more
-    than ``_allowed``; where no cache is common it only says so.
+    than ``_allowed``. Where no cache is common it raises what ``doubt_of`` said, if anything.
     """
 
     def check(walks: Walks) -> None:
@@ -90,8 +94,10 @@ def recorded_walk_check(
                 )
             if rank_and_world()[0] == 0:
                 logger.info("train: step 0 reproduces the recorded walk on %s: %.4f accepted drafts a step", cache, now)
+        if not compared and doubt is not None:
+            raise StageError(doubt)
         if not compared and rank_and_world()[0] == 0:
-            logger.info("train: %s has no walk on record over rows that are at hand; step 0 is not compared", where)
+            logger.warning("train: %s has no walk on record over rows that are at hand; step 0 is not compared", where)
 
     return check
 

@@ -14,7 +14,7 @@ from drafter import resume
 from drafter.anchors import legal_anchors
 from drafter.checkpoint import Kept, load_drafter, save_drafter
 from drafter.dataset import CachedRow, read_rows
-from drafter.feed import CachedFeed, Feed
+from drafter.feed import CachedFeed, Feed, rows_per_step
 from drafter.frozen import FrozenTarget, read_frozen
 from drafter.loop import train_loop
 from drafter.measurement import Validation, Walks
@@ -24,11 +24,11 @@ from drafter.precision import compute_dtype
 from drafter.processes import meet, rank_and_world
 from drafter.shape import DrafterShape
 from drafter.start import starting_drafter
-from drafter.start_check import recorded_walk_check, require_below_uniform
+from drafter.start_check import doubt_of, recorded_walk_check
 from drafter.stream import StreamFeed, queue_of
 from drafter.stream_plan import plan_stream
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, write_durably
-from pipeline.config import Config
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import StageError
 from pipeline.shards import REJECTS
 from pipeline.stages import Artifact
@@ -67,8 +67,9 @@ def train_in(
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
     if start is not None and not resume.saved_step(folder):
         where = f"drafter {start.id} ({start.folder})"
-        require_below_uniform(drafter, frozen, validation.own, settings, where=where)
-        check_start = recorded_walk_check(start.manifest.walks, states.id, settings, where=where)
+        doubt = doubt_of(drafter, frozen, validation.own, settings, where=where)
+        check_start = recorded_walk_check(start.manifest.walks, states.id, settings, where=where, doubt=doubt)
+    _warn(settings, device)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
         walked = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
@@ -91,6 +92,18 @@ def train_in(
         }
         _write(folder, trained, rejects)
     meet()
+
+
+def _warn(settings: TrainConfig, device: torch.device) -> None:
+    """Say what makes a run slower than it need be."""
+    rank, world = rank_and_world()
+    if rank == 0 and world > (num_rows := rows_per_step(settings)):
+        logger.warning(
+            "train: %d workers share %d rows a step, so some never have one: raise train.blocks_per_step to %d or more",
+            world, num_rows, world * settings.anchors_per_row,
+        )  # fmt: skip
+    if rank == 0 and settings.compute == "bfloat16" and compute_dtype("auto", device) == torch.float32:
+        logger.warning("train: this hardware multiplies bfloat16 many times slower than float32 (train.compute)")
 
 
 def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[str, Any]]) -> None:

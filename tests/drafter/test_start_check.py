@@ -13,10 +13,10 @@ def counts(accepted, drafts):
     return WalkCounts(16, 5000, drafts, accepted, [accepted, 0, 0, 0, 0, 0, 0])
 
 
-def check(tmp_path, recorded, found, *, compute="bfloat16"):
+def check(tmp_path, recorded, found, *, cache="own", doubt=None):
     config = toys.config(tmp_path, compute="float32", warm_start_tolerance=0.03).train
-    record = recorded.as_dict() | {"compute": compute}
-    recorded_walk_check({"own": record}, "own", config, where="drafter c0")(Walks(found, {}, {}))
+    record = recorded.as_dict() | {"compute": "bfloat16"}
+    recorded_walk_check({cache: record}, "own", config, where="drafter c0", doubt=doubt)(Walks(found, {}, {}))
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,9 @@ def test_a_walk_that_near_ties_explain_is_the_recorded_one(recorded, found, tmp_
 def test_a_walk_that_near_ties_do_not_explain_stops_the_run_and_tells_both_precisions(recorded, found, tmp_path):
     with pytest.raises(StageError, match=r"here, computed in float32.*on record, computed in bfloat16.*train\.compute"):
         check(tmp_path, counts(*recorded), counts(*found))
+
+
+def test_a_high_loss_stops_a_start_only_where_no_walk_shows_that_it_is_wired_as_it_was(tmp_path):
+    check(tmp_path, counts(25, 4000), counts(25, 4000), doubt="worse than a uniform guess")
+    with pytest.raises(StageError, match="worse than a uniform guess"):
+        check(tmp_path, counts(25, 4000), counts(25, 4000), cache="another", doubt="worse than a uniform guess")

@@ -434,6 +434,24 @@ def test_a_run_with_nothing_to_learn_never_starts(rows, words, site, monkeypatch
         train.run(toys.config(site), toys.cache(site, rows), start=None, role="champion")
 
 
+def test_a_drafter_with_a_high_loss_whose_walk_is_the_recorded_one_is_gone_on_from(site, monkeypatch):
+    start = train.run(toys.config(site), states(site), start=None, role="champion")
+    monkeypatch.setattr(trainer, "doubt_of", lambda *a, **named: "worse than a uniform guess")
+    trained = train.run(toys.config(site), states(site), start=start, role="challenger")
+    assert trained.manifest.counts["steps"] == 8
+    with pytest.raises(StageError, match="worse than a uniform guess"):
+        train.run(toys.config(site), states(site, derivation="other"), start=start, role="challenger")
+
+
+def test_workers_without_a_row_and_a_slow_precision_are_told_of(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(trainer, "rank_and_world", lambda: (0, 4))
+    monkeypatch.setattr(trainer, "compute_dtype", lambda *a: torch.float32)
+    config = toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32, compute="bfloat16").train
+    trainer._warn(config, torch.device("cpu"))
+    assert "4 workers share 2 rows" in caplog.text and "blocks_per_step to 128" in caplog.text
+    assert "bfloat16 many times slower" in caplog.text
+
+
 def test_rows_without_room_for_a_block_are_left_out_and_counted(site):
     rows = [("train", toys.counting_row(3 * i, 18, 3)) for i in range(3)] + [("train", toys.row(20, 18, seed=7))]
     cache = toys.cache(site, [*rows, ("validation", toys.counting_row(1, 20, 4))])
