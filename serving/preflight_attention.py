@@ -53,11 +53,26 @@ def _check_rope(config: Mapping[str, Any]) -> None:
         )
     if kind == "linear" and not isinstance(given.get("factor"), float):
         raise PreflightError("rope_kind", f"rope 'linear' with factor {given.get('factor')!r}; vLLM wants one like 4.0")
-    longest = config["max_position_embeddings"]
-    if "yarn" in kind and given.get("original_max_position_embeddings", longest) * given.get("factor", 0) < longest:
+    if "yarn" in kind:
+        _check_yarn(given, config["max_position_embeddings"])
+
+
+def _check_yarn(given: Mapping[str, Any], longest: int) -> None:
+    original, factor = given.get("original_max_position_embeddings", longest), given.get("factor")
+    if not (_is_positive(original) and _is_positive(factor)):
+        raise PreflightError(
+            "rope_kind",
+            f"rope {given}: expected a positive factor and original_max_position_embeddings, as numbers; write those "
+            "that it was trained with",
+        )
+    if original * factor < longest:
         raise PreflightError(
             "rope_length", f"rope {given} ends before max_position_embeddings {longest}: vLLM reads past it; lower that"
         )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
