@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from drafter.anchors import anchor_seed, draw_anchors
-from drafter.dataset import CachedRow
+from drafter.dataset import CachedRow, read_rows
 from drafter.deal import Deal
 from drafter.frozen import FrozenTarget
 from drafter.measurement import Walks
 from drafter.model import Drafter
 from drafter.processes import rank_and_world
 from drafter.step import backward
-from drafter.walk import WalkCounts
-from pipeline.config import TrainConfig
-from pipeline.errors import StageError
+from drafter.walk import WalkCounts, is_walked
+from pipeline.artifacts import HiddenStateCache, artifact_dir, find
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import SchemaError, StageError
+from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
 
@@ -66,40 +68,67 @@ def doubt_of(
 
 
 def recorded_walk_check(
-    recorded: Mapping[str, Mapping[str, Any]], own: str, config: TrainConfig, *, where: str, doubt: str | None = None
+    recorded: Mapping[str, Mapping[str, Any]],
+    own: str,
+    config: TrainConfig,
+    *,
+    where: str,
+    doubt: str | None = None,
+    elsewhere: Callable[[], Mapping[str, WalkCounts]] = dict,
 ) -> Callable[[Walks], None]:
     """What compares the walks of step 0 with those on record for the starting drafter: cache id → counts.
 
     ``own`` is the id of the run's own cache. The check raises StageError when accepted drafts a step differ by more
-    than ``_allowed``. Where no cache is common it raises what ``doubt_of`` said, if anything.
+    than ``_allowed``. Where no cache is common it asks for walks ``elsewhere``; where none of these is on record
+    either, it raises what ``doubt_of`` said, if anything.
     """
 
-    def check(walks: Walks) -> None:
-        compared = 0
-        for cache, found in ({own: walks.own} | dict(walks.replayed)).items():
-            expected = recorded.get(cache)
-            if expected is None or not _same_rows(expected, found):
-                continue
-            compared += 1
-            before, now = _accepted_per_step(expected), _accepted_per_step(found.as_dict())
-            if abs(now - before) > _allowed(expected, config.warm_start_tolerance) / max(1, expected["num_drafts"]):
-                raise StageError(
-                    f"{where}: over the validation rows of states {cache} it has {now:.4f} accepted drafts a step "
-                    f"here, computed in {config.compute}, and {before:.4f} on record, computed in "
-                    f"{expected['compute']}: {found.num_accepted_tokens} drafts of "
-                    f"{found.num_drafts} steps and {expected['num_accepted_tokens']} of {expected['num_drafts']}, more "
-                    f"apart than near-ties and train.warm_start_tolerance = {config.warm_start_tolerance} allow. "
-                    f"Where train.compute or the hardware is another, it may be that: set the one that is on record, "
-                    f"or raise the tolerance. {CAUSES}"
-                )
+    def is_compared(found: Mapping[str, WalkCounts]) -> bool:
+        common = {name: one for name, one in found.items() if name in recorded and _same_rows(recorded[name], one)}
+        for name, one in common.items():
+            _require_near(recorded[name], one, config, where=f"{where}: over the validation rows of states {name} it")
             if rank_and_world()[0] == 0:
-                logger.info("train: step 0 reproduces the recorded walk on %s: %.4f accepted drafts a step", cache, now)
-        if not compared and doubt is not None:
+                now = _accepted_per_step(one.as_dict())
+                logger.info("train: step 0 reproduces the recorded walk on %s: %.4f accepted drafts a step", name, now)
+        return bool(common)
+
+    def check(walks: Walks) -> None:
+        if is_compared({own: walks.own} | dict(walks.replayed)) or is_compared(elsewhere()):
+            return
+        if doubt is not None:
             raise StageError(doubt)
-        if not compared and rank_and_world()[0] == 0:
+        if rank_and_world()[0] == 0:
             logger.warning("train: %s has no walk on record over rows that are at hand; step 0 is not compared", where)
 
     return check
+
+
+def recorded_rows(config: Config, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, list[CachedRow]]:
+    """Cache id → the rows that a walk on record was over, of the first cache that is still there."""
+    for name, counts in recorded.items():
+        folder = artifact_dir(config.root, HiddenStateCache, name)
+        try:
+            if (manifest := find(folder, HiddenStateCache)) is None:
+                continue
+            rows = read_rows(Artifact(folder, manifest), "validation", staging_bytes=config.capture.staging_bytes)
+        except SchemaError as error:
+            logger.warning("train: step 0 is not compared on %s: %s", name, error)
+            continue
+        return {name: [row for row in rows if is_walked(row)][: counts["num_replies"]]}
+    return {}
+
+
+def _require_near(expected: Mapping[str, Any], found: WalkCounts, config: TrainConfig, *, where: str) -> None:
+    before, now = _accepted_per_step(expected), _accepted_per_step(found.as_dict())
+    if abs(now - before) <= _allowed(expected, config.warm_start_tolerance) / max(1, expected["num_drafts"]):
+        return
+    raise StageError(
+        f"{where} has {now:.4f} accepted drafts a step here, computed in {config.compute}, and {before:.4f} on record, "
+        f"computed in {expected['compute']}: {found.num_accepted_tokens} drafts of {found.num_drafts} steps and "
+        f"{expected['num_accepted_tokens']} of {expected['num_drafts']}, more apart than near-ties and "
+        f"train.warm_start_tolerance = {config.warm_start_tolerance} allow. Where train.compute or the hardware is "
+        f"another, it may be that: set the one that is on record, or raise the tolerance. {CAUSES}"
+    )
 
 
 def _allowed(expected: Mapping[str, Any], tolerance: float) -> float:

@@ -21,12 +21,13 @@ from drafter.measurement import Validation, Walks
 from drafter.mixed_feed import MixedFeed
 from drafter.model import Drafter
 from drafter.precision import compute_dtype
-from drafter.processes import meet, rank_and_world
+from drafter.processes import agreed, meet, rank_and_world
 from drafter.shape import DrafterShape
 from drafter.start import starting_drafter
-from drafter.start_check import doubt_of, recorded_walk_check
+from drafter.start_check import doubt_of, recorded_rows, recorded_walk_check
 from drafter.stream import StreamFeed, queue_of
 from drafter.stream_plan import plan_stream
+from drafter.walk import WalkCounts, walk
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet, write_durably
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import StageError
@@ -66,9 +67,7 @@ def train_in(
     validation = _validation(config, states, replay)
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
     if start is not None and not resume.saved_step(folder):
-        where = f"drafter {start.id} ({start.folder})"
-        doubt = doubt_of(drafter, frozen, validation.own, settings, where=where)
-        check_start = recorded_walk_check(start.manifest.walks, states.id, settings, where=where, doubt=doubt)
+        check_start = _start_check(config, states, start, drafter, frozen, validation)
     _warn(settings, device)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
@@ -92,6 +91,25 @@ def train_in(
         }
         _write(folder, trained, rejects)
     meet()
+
+
+def _start_check(
+    config: Config,
+    states: Artifact[HiddenStateCache],
+    start: Artifact[DrafterCheckpoint],
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    validation: Validation,
+) -> Callable[[Walks], None]:
+    """What stops a run whose starting drafter is not what it was when it was measured."""
+    where, recorded = f"drafter {start.id} ({start.folder})", start.manifest.walks
+
+    def elsewhere() -> dict[str, WalkCounts]:
+        rows_by_cache = recorded_rows(config, recorded)
+        return {name: agreed(walk(drafter, frozen, rows)[0]) for name, rows in rows_by_cache.items()}
+
+    doubt = doubt_of(drafter, frozen, validation.own, config.train, where=where)
+    return recorded_walk_check(recorded, states.id, config.train, where=where, doubt=doubt, elsewhere=elsewhere)
 
 
 def _warn(settings: TrainConfig, device: torch.device) -> None:

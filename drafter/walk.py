@@ -81,6 +81,11 @@ def jumps(accepted: Sequence[int], first: int, last: int) -> list[int]:
     return visited
 
 
+def is_walked(row: CachedRow) -> bool:
+    """Whether decoding takes a step in it: prefill emits a reply's first token."""
+    return row.num_tokens - row.num_prompt_tokens > 1
+
+
 @torch.no_grad()
 def walk(
     drafter: Drafter, frozen: FrozenTarget, rows: Sequence[CachedRow], *, pass_bytes: int = PASS_BYTES
@@ -88,7 +93,7 @@ def walk(
     """Counts of all replies together, and by slice."""
     total, slices = WalkCounts(), {}
     K = drafter.shape.num_draft_tokens
-    rows = [row for row in rows if row.num_tokens - row.num_prompt_tokens > 1]
+    rows = [row for row in rows if is_walked(row)]
     for row, accepted in zip(rows, accepted_everywhere(drafter, frozen, rows, pass_bytes=pass_bytes), strict=True):
         steps = [int(accepted[p]) for p in jumps(accepted.tolist(), row.num_prompt_tokens, row.num_tokens - 1)]
         num_reply_tokens = row.num_tokens - row.num_prompt_tokens

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -439,8 +440,23 @@ def test_a_drafter_with_a_high_loss_whose_walk_is_the_recorded_one_is_gone_on_fr
     monkeypatch.setattr(trainer, "doubt_of", lambda *a, **named: "worse than a uniform guess")
     trained = train.run(toys.config(site), states(site), start=start, role="challenger")
     assert trained.manifest.counts["steps"] == 8
+    shutil.rmtree(site / "states" / "cache")
     with pytest.raises(StageError, match="worse than a uniform guess"):
         train.run(toys.config(site), states(site, derivation="other"), start=start, role="challenger")
+
+
+@pytest.mark.parametrize("changed", [{"derivation": "other"}, {}], ids=["new states", "fewer rows"])
+def test_a_start_is_compared_on_the_states_that_it_was_measured_on_where_they_are_still_there(changed, site, caplog):
+    start = start_from(site)
+    caplog.set_level("INFO", logger="slipstream")
+    config = toys.config(site, walk_rows=4 if changed else 2)
+    train.run(config, states(site, **changed), start=start, role="challenger")
+    assert "step 0 reproduces the recorded walk on cache" in caplog.text
+    walk = start.manifest.walks["cache"]
+    walks = {"cache": walk | {"num_accepted_tokens": 3 * walk["num_accepted_tokens"]}}
+    other = Artifact(start.folder, start.manifest.model_copy(update={"walks": walks, "shards": ()}))
+    with pytest.raises(StageError, match="over the validation rows of states cache"):
+        train.run(config, states(site, **changed), start=other, role="challenger")
 
 
 def test_workers_without_a_row_and_a_slow_precision_are_told_of(tmp_path, caplog, monkeypatch):
