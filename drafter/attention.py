@@ -89,7 +89,12 @@ def attend(
     """The blocks' queries over what they see."""
     if isinstance(seen, BlockMask):
         return attend_by_mask(q, k, v, context_k, context_v, seen, sinks)
-    return _Attend.apply(q, k, v, context_k, context_v, sinks, seen, torch.is_grad_enabled())
+    return _attend_by_groups(q, k, v, context_k, context_v, sinks, seen, torch.is_grad_enabled())
+
+
+@torch.compiler.disable  # groups are others in every pass
+def _attend_by_groups(*inputs: Any) -> Tensor:
+    return _Attend.apply(*inputs)
 
 
 class _Attend(torch.autograd.Function):

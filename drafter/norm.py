@@ -20,11 +20,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., E] -> [..., E]
-        return _Norm.apply(x, self.weight, self.eps, None, None, None)
+        return _norm(x, self.weight, self.eps, None, None, None)
 
     def and_turn(self, x: Tensor, rope: Rope, cos: Tensor, sin: Tensor) -> Tensor:  # [..., E], [..., R/2] -> [..., E]
         """Norm, then rope, rounded to the dtype of ``x`` once."""
-        return _Norm.apply(x, self.weight, self.eps, rope, cos, sin)
+        return _norm(x, self.weight, self.eps, rope, cos, sin)
+
+
+def _norm(x: Tensor, gain: Tensor, eps: float, rope: Rope | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return _Norm.apply(x, gain, eps, rope, cos, sin)
+    # The compiler puts small operations together itself, and cannot trace what is written in place.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * gain.to(wide.dtype)
+    return (y if rope is None else rope.turn(y, cos, sin)).to(x.dtype)
 
 
 class _Norm(torch.autograd.Function):

@@ -1,13 +1,17 @@
 import math
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 import toys
+from torch import nn
 
 from bench.oracles.plain_reference import decay, dpace, draft_hidden, full_logit_loss
 from drafter import attention
 from drafter.deal import Deal
+from drafter.model import DecoderLayer
+from drafter.processes import prepare
 from drafter.step import backward, passes_of, slot_weights_of
 
 WEIGHINGS = {"dpace": dpace(0.5), "decay": decay(1.75)}
@@ -88,6 +92,22 @@ def test_gradients_do_not_depend_on_how_blocks_are_grouped(variant, monkeypatch)
         found.append(gradients(model))
     for other in found[1:]:
         assert all((other[name] - found[0][name]).abs().max() < 1e-9 for name in other)
+
+
+def test_compiled_layers_have_the_same_gradients_in_passes_of_any_length(monkeypatch, tmp_path):
+    # All that the compiler does, but for the machine code, which takes it a minute.
+    monkeypatch.setattr(DecoderLayer, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    config, found = toys.config(tmp_path, compile=True).train, []
+    for prepares in (False, True):
+        model, frozen = toys.drafter(toys.shape(num_hidden_layers=1, has_attention_sinks=True)), toys.frozen()
+        if prepares:
+            prepare(model, config)
+        for num_tokens in (14, 31):
+            deals = deals_of([toys.row(num_tokens, 3, seed=num_tokens)], [[3, 5, 9]], [1.0])
+            weigh = slot_weights_of(config, model.shape.block_size)
+            backward(model, frozen, deals, weigh, normalizer=3, tokens_per_pass=1000)
+        found.append(gradients(model))
+    assert all((found[1][name] - gradient).abs().max() < 1e-12 for name, gradient in found[0].items())
 
 
 def test_passes_hold_at_most_the_tokens_asked_for_in_the_deals_order():
