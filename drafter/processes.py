@@ -49,10 +49,10 @@ def prepare(drafter: Drafter, config: TrainConfig) -> Drafter:
     would be half the bytes, but round the norms' gains as well, and the results would depend on ``parallel``.
     """
     for layer in drafter.layers:
+        if config.compile:  # what is compiled is what is computed again
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # every pass has its own number of tokens
         if config.activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if config.compile:
-            layer.compile(dynamic=True)  # every pass has its own number of tokens
     if config.parallel == "fsdp" and rank_and_world()[1] > 1:
         device = next(drafter.parameters()).device.type
         mesh = dist.init_device_mesh(device, (rank_and_world()[1],))

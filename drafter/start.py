@@ -42,6 +42,7 @@ def new_drafter(config: Config, frozen: FrozenTarget) -> Drafter:
         mask_token_id=resolve_mask_token(config),
         target_layer_ids=config.drafter.target_layer_ids,
         intermediate_size=config.drafter.intermediate_size,
+        keeps_rope_scaling=config.drafter.keeps_rope_scaling,
     )
     return cold_start(shape, frozen, seed=config.train.seed)
 

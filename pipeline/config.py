@@ -41,6 +41,9 @@ class DrafterConfig(Frozen):
     """The token in the slots to predict. Without a value, the tokenizer's own mask token; else an error."""
     intermediate_size: int | None = None
     """MLP width; the target's where absent."""
+    keeps_rope_scaling: bool = True
+    """A target whose positions are scaled for long contexts (linear, dynamic, yarn, llama3) gives its drafter the same
+    scaling, in training and when served; false: its theta alone."""
 
 
 class InitConfig(Frozen):

@@ -1,16 +1,14 @@
 import math
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import toys
-from torch import nn
 
 from bench.oracles.plain_reference import decay, dpace, draft_hidden, full_logit_loss
 from drafter import attention
 from drafter.deal import Deal
-from drafter.model import DecoderLayer
 from drafter.processes import prepare
 from drafter.step import backward, passes_of, slot_weights_of
 
@@ -94,10 +92,11 @@ def test_gradients_do_not_depend_on_how_blocks_are_grouped(variant, monkeypatch)
         assert all((other[name] - found[0][name]).abs().max() < 1e-9 for name in other)
 
 
-def test_compiled_layers_have_the_same_gradients_in_passes_of_any_length(monkeypatch, tmp_path):
+@pytest.mark.parametrize("computes_again", [False, True])
+def test_compiled_layers_have_the_same_gradients_in_passes_of_any_length(computes_again, monkeypatch, tmp_path):
     # All that the compiler does, but for the machine code, which takes it a minute.
-    monkeypatch.setattr(DecoderLayer, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    config, found = toys.config(tmp_path, compile=True).train, []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    config, found = toys.config(tmp_path, compile=True, activation_checkpointing=computes_again).train, []
     for prepares in (False, True):
         model, frozen = toys.drafter(toys.shape(num_hidden_layers=1, has_attention_sinks=True)), toys.frozen()
         if prepares:
