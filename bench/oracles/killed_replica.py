@@ -3,7 +3,10 @@
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,24 +16,44 @@ from jobs.engines import EnginePool
 from jobs.session import ray_session
 from pipeline.artifacts import verify
 from pipeline.config import Config
-from pipeline.engines import PartDone, Work
+from pipeline.engines import Engine, PartDone, Work
 from pipeline.schemas import CACHE, PROMPTS, RESPONSES
 from pipeline.shards import read_tables
 
 
 class KillsOne:
-    """Engines one of which gets signal 9 when the first part is done, in the middle of its next."""
+    """Engines one of which gets signal 9 as it begins the last part, in the middle of what else it has begun."""
 
     def __init__(self, pool: EnginePool):
-        self._pool, self.killed = pool, 0
+        self._pool = pool
+        self.killed = False
 
     def run(self, work: Work, parts: Sequence[int]) -> Iterator[PartDone]:
         """The parts, as the pool does them."""
-        for done in self._pool.run(work, parts):
-            yield done
-            if not self.killed:
-                self.killed = engine_processes()[0]
-                os.kill(self.killed, signal.SIGKILL)
+        with tempfile.TemporaryDirectory() as folder:
+            marker = Path(folder) / "killed"
+            yield from self._pool.run(_KilledOnce(work, parts[-1], marker), parts)
+            self.killed = marker.exists()
+
+
+@dataclass(frozen=True)
+class _KilledOnce:
+    """Work whose engine is killed the first time that a part is begun."""
+
+    work: Work
+    fatal: int
+    marker: Path
+
+    def begin(self, engine: Engine) -> Any:
+        """As the work does."""
+        return self.work.begin(engine)
+
+    def part(self, engine: Engine, index: int, begun: Any) -> PartDone:
+        """As the work does, on any but the first engine that begins the fatal part."""
+        if index == self.fatal and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.work.part(engine, index, begun)
 
 
 def killed_replica(config: Config, prompts: Any, layers: Sequence[int]) -> dict[str, int]:
@@ -43,7 +66,7 @@ def killed_replica(config: Config, prompts: Any, layers: Sequence[int]) -> dict[
             config, responses, target_layer_ids=layers, engines=EnginePool(config, target_layer_ids=layers)
         )
     asked = _ids(prompts, PROMPTS)
-    found = {"killed": int(pool.killed > 0), "retries": responses.manifest.counts["retries"], "rows": len(asked)}
+    found = {"killed": int(pool.killed), "retries": responses.manifest.counts["retries"], "rows": len(asked)}
     for name, artifact, schema in (("responses", responses, RESPONSES), ("states", states, CACHE)):
         verify(artifact.folder, artifact.manifest)
         ids = _ids(artifact, schema)

@@ -71,6 +71,6 @@ def test_a_feed_has_stored_states_fetched_before_their_step(tmp_path):
     dealt = feed.CachedFeed(rows, toys.config(tmp_path).train, block_size=4)
     asked = []
     staging_of(rows).ahead = lambda names: asked.append(list(names))
-    steps = [[row.states.name for row, _ in dealt.rows_of(step)] for step in range(12)]
+    steps = [[deal.row.states.name for deal in dealt.rows_of(step)] for step in range(12)]
     assert asked[0] == [name for step in steps[1:9] for name in step]
     assert asked[3] == [name for step in steps[4:12] for name in step]
