@@ -118,20 +118,21 @@ def speed(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.trainer_speed import PRECISIONS, fastest, paced, raced, scanned
 
     ground, _ = setting.ground()
-    tried = scanned(SPECULATORS, ground, optimizer="adamw", small=setting.small)
+    tried = scanned(SPECULATORS, ground, small=setting.small)
     best = {dtype: one for dtype in PRECISIONS if (one := fastest(tried, dtype))}
     if not best:
         reason = f"no setting of speculators ran: {tried[0].why}"
         return {"speed_vs_speculators": unknown(reason), "memory_vs_speculators": unknown(reason)}
     paces = {dtype: max(one.blocks_per_s or 0 for one in tried if one.setting.dtype == dtype) for dtype in best}
     counts = max(paces, key=lambda dtype: paces[dtype])  # the peer's fastest precision on this machine
-    figures, pairs, steps = {}, 2 if setting.small else 6, (1, 1) if setting.small else (6, 3)
+    figures, steps = {}, (1, 1) if setting.small else (6, 3)
     for dtype, one in best.items():
         for optimizer in ("muon", "adamw"):  # Muon is what both recommend, so it is what counts
+            is_counted = (dtype, optimizer) == (counts, "muon")
+            pairs = 2 if setting.small else 6 if is_counted else 3
             race = raced(SPECULATORS, ground, one, optimizer=optimizer, pairs=pairs, steps=steps)
             ratio, memory = median(race.ratios), race.memory()
             note = {"on": f"{setting.on}, {dtype}, {optimizer}", "peer": str(one)}
-            is_counted = (dtype, optimizer) == (counts, "muon")
             name = "" if is_counted else f".{dtype}_{optimizer}"
             speed_note, memory_note = {**note, **race.note()}, {**note, **memory}
             share = memory_note.pop("ratio")
@@ -152,7 +153,7 @@ def speed_specforge(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.trainer_speed import PRECISIONS, fastest, raced, scanned
 
     ground, _ = setting.ground()
-    tried = scanned(SPECFORGE, ground, optimizer="adamw", small=setting.small)
+    tried = scanned(SPECFORGE, ground, small=setting.small)
     figures = {}
     for dtype in PRECISIONS:
         one = fastest(tried, dtype)
@@ -188,7 +189,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         new_drafter(ground.config, frozen).shape,
         trainable_rows(read_rows(found.states, "train"), block)[:3],
     )
-    peer = fastest_of_all(SPECULATORS, ground, optimizer="muon", small=setting.small)
+    peer = fastest_of_all(SPECULATORS, ground, small=setting.small)
     sides = (Side("ours", ground, held, None), Side("speculators", ground, held, peer))
     rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3), (64, 256))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}

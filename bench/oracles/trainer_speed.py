@@ -7,7 +7,7 @@ optimiser and schedule. The two processes take turns, so that what else the mach
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.oracles.peer_environment import SPECULATORS, Peer, command_of
 from bench.oracles.trainers import Turn, trainer
+from pipeline.artifacts import write_durably
 from pipeline.config import Config
 from pipeline.errors import StageError
 
@@ -117,39 +118,40 @@ def settings_of(peer: Peer, *, small: bool) -> list[PeerSetting]:
     return [*every, PeerSetting("sdpa", "float32", loss="fused")] if peer is SPECULATORS else every
 
 
-def scanned(peer: Peer, ground: Ground, *, optimizer: str, small: bool) -> list[Tried]:
-    """Each setting's pace over a few steps; the fastest of each precision once more, with huge pages."""
-    tried = [_tried(peer, ground, one, optimizer=optimizer, small=small) for one in settings_of(peer, small=small)]
+def scanned(peer: Peer, ground: Ground, *, small: bool) -> list[Tried]:
+    """Each setting's pace over a few steps with AdamW; the fastest of each precision once more, with huge pages.
+
+    A setting that is on record under the ground's folder is not tried again: a run that goes on has the same.
+    """
+    tried = [_tried(peer, ground, one, small=small) for one in settings_of(peer, small=small)]
     best = [one for dtype in PRECISIONS if (one := fastest(tried, dtype))]
-    with_pages = [replace(one, huge_pages=True) for one in best]
-    return tried + [_tried(peer, ground, one, optimizer=optimizer, small=small) for one in with_pages]
+    return tried + [_tried(peer, ground, replace(one, huge_pages=True), small=small) for one in best]
 
 
-def _tried(peer: Peer, ground: Ground, setting: PeerSetting, *, optimizer: str, small: bool) -> Tried:
-    told = peer_settings(ground, setting, optimizer=optimizer)
+def _tried(peer: Peer, ground: Ground, setting: PeerSetting, *, small: bool) -> Tried:
     name = "-".join([peer.name, *str(setting).replace(",", "").split()])
-    try:
-        with trainer(command_of(peer, ground.work), told, ground.work / "scan", name) as process:
-            process.train(1)  # compiles, and touches its memory first
-            tried = Tried(setting, process.train(1 if small else 3).blocks_per_s)
-    except StageError as error:
-        tried = Tried(setting, None, str(error)[-300:])
+    record = ground.work / "scan" / f"{name}-tried.json"
+    if not record.exists():
+        found: dict[str, Any] = {"blocks_per_s": None, "why": None}
+        try:
+            told = peer_settings(ground, setting, optimizer="adamw")
+            with trainer(command_of(peer, ground.work), told, record.parent, name) as process:
+                process.train(1)  # compiles, and touches its memory first
+                found["blocks_per_s"] = process.train(1 if small else 3).blocks_per_s
+        except StageError as error:
+            found["why"] = str(error)[-300:]
+        write_durably(record, json.dumps(found).encode())
+    tried = Tried(setting, **json.loads(record.read_text()))
     say(f"{peer.name}: {setting}: {tried.blocks_per_s or tried.why}")
     return tried
 
 
-def fastest_of_all(peer: Peer, ground: Ground, *, optimizer: str, small: bool) -> PeerSetting:
-    """What a peer trains fastest with, in any precision; kept, so that a run that goes on has the same.
-
-    Raises: StageError where no setting runs.
-    """
-    path = ground.work / "scan" / f"{peer.name}-{optimizer}.json"
-    if not path.exists():
-        ran = [one for one in scanned(peer, ground, optimizer=optimizer, small=small) if one.blocks_per_s]
-        if not ran:
-            raise StageError(f"no setting of {peer.name} runs on this machine; the logs are in {path.parent}")
-        path.write_text(json.dumps(asdict(max(ran, key=lambda one: one.blocks_per_s).setting)))
-    return PeerSetting(**json.loads(path.read_text()))
+def fastest_of_all(peer: Peer, ground: Ground, *, small: bool) -> PeerSetting:
+    """What a peer trains fastest with, in any precision. Raises: StageError where no setting runs."""
+    ran = [one for one in scanned(peer, ground, small=small) if one.blocks_per_s]
+    if not ran:
+        raise StageError(f"no setting of {peer.name} runs on this machine; the logs are in {ground.work / 'scan'}")
+    return max(ran, key=lambda one: one.blocks_per_s or 0.0).setting
 
 
 def fastest(tried: list[Tried], dtype: str) -> PeerSetting | None:
