@@ -191,7 +191,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
     )
     peer = fastest_of_all(SPECULATORS, ground, small=setting.small)
     sides = (Side("ours", ground, held, None), Side("speculators", ground, held, peer))
-    rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3), (64, 256))
+    rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), (64, 256))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}
     ratios, lows, notes, same = [], [], [], 1.0
     for seed in range(setting.seeds):
