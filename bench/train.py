@@ -107,9 +107,8 @@ class Setting:
         folder = self.work / "exported" / found.states.id
         if not (folder / "rows.json").exists():
             export(folder, rows, read_rows(last, "train"), hidden_size=found.states.manifest.hidden_size)
-        count = max(1, config.train.blocks_per_step // config.train.anchors_per_row)
-        longest = sum(sorted(row.num_tokens for row in rows)[-count:])
-        return Ground(config, found.states.id, folder, self.work, THREADS, pack_tokens=longest), found
+        longest = tuple(sorted((row.num_tokens for row in rows), reverse=True))
+        return Ground(config, found.states.id, folder, self.work, THREADS, longest=longest), found
 
 
 def speed(setting: Setting) -> dict[str, Figure]:

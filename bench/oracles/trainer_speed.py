@@ -37,8 +37,8 @@ class Ground:
     threads: int
     steps: int = 100_000
     """Of the schedule."""
-    pack_tokens: int | None = None
-    """A pack's length where a peer's compiled step wants one."""
+    longest: tuple[int, ...] = ()
+    """Tokens of the rows, longest first: a peer's compiled step wants packs of one length, and no row may be cut."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ def our_settings(ground: Ground, **train: Any) -> dict[str, Any]:
 def peer_settings(ground: Ground, setting: PeerSetting, *, optimizer: str, **more: Any) -> dict[str, Any]:
     """What a peer's process is told."""
     config, train = ground.config, ground.config.train
+    rows_per_step = max(1, train.blocks_per_step // train.anchors_per_row)
     return {
         "target": str(config.target.model),
         "rows": str(ground.rows),
@@ -210,12 +211,12 @@ def peer_settings(ground: Ground, setting: PeerSetting, *, optimizer: str, **mor
         "mask_token_id": config.drafter.mask_token_id,
         "target_layer_ids": list(config.drafter.target_layer_ids),
         "blocks_per_step": train.blocks_per_step,
-        "rows_per_step": max(1, train.blocks_per_step // train.anchors_per_row),
+        "rows_per_step": rows_per_step,
         "attention": setting.attention,
         "dtype": setting.dtype,
         "loss": setting.loss,
         "compile": setting.compile,
-        "pack_tokens": ground.pack_tokens if setting.compile else None,
+        "pack_tokens": sum(ground.longest[:rows_per_step]) if setting.compile else None,
         "optimizer": optimizer,
         "learning_rate": train.learning_rate,
         "steps": ground.steps,
