@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from drafter.anchors import anchor_seed, draw_anchors
+from drafter.anchors import anchor_seed, draw_anchors, num_legal_anchors
 from drafter.dataset import CachedRow, shard_sizes, staging_of, window_rows
 from drafter.deal import Deal
 from drafter.on_policy import VisitTable
@@ -181,7 +181,8 @@ def row_weight(num_served: int, config: TrainConfig) -> float:
 
 def total_weight(num_served: int, num_reply_tokens: int, config: TrainConfig, block_size: int) -> float:
     """Of all blocks of a row together, in one pass over it."""
-    return row_weight(num_served, config) * min(max(0, num_reply_tokens - block_size + 1), anchors_per_row(config))
+    num_blocks = min(num_legal_anchors(num_reply_tokens, block_size), anchors_per_row(config))
+    return row_weight(num_served, config) * num_blocks
 
 
 def replies_of(rows: Sequence[CachedRow]) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from drafter.anchors import legal_anchors
+from drafter.anchors import num_legal_anchors
 from drafter.feed import rows_per_step, total_weight
 from pipeline.artifacts import HiddenStateCache, ResponseSet
 from pipeline.config import Config, TrainConfig
@@ -183,7 +183,7 @@ def _read_part(responses: Artifact[ResponseSet], part: int, block_size: int, con
     ):
         num_tokens = num_prompt_tokens + num_reply_tokens
         (found.train_lengths if split == "train" else found.heldout_lengths).append(num_tokens)
-        if split == "train" and len(legal_anchors(torch.arange(num_tokens) >= num_prompt_tokens, block_size)):
+        if split == "train" and num_legal_anchors(num_reply_tokens, block_size):
             weight = total_weight(num_served, num_reply_tokens, config, block_size)
             found.rows.append(PlannedRow(row_id, first + place, weight))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drafter import resume
-from drafter.anchors import legal_anchors
+from drafter.anchors import num_legal_anchors
 from drafter.checkpoint import Kept, load_drafter, save_drafter
 from drafter.dataset import CachedRow, read_rows
 from drafter.feed import CachedFeed, Feed, rows_per_step
@@ -68,7 +68,7 @@ def train_in(
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
     if start is not None and not resume.saved_step(folder):
         check_start = _start_check(config, states, start, drafter, frozen, validation)
-    _warn(settings, device)
+    _warn(settings)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
         walked = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
@@ -112,16 +112,14 @@ def _start_check(
     return recorded_walk_check(recorded, states.id, config.train, where=where, doubt=doubt, elsewhere=elsewhere)
 
 
-def _warn(settings: TrainConfig, device: torch.device) -> None:
-    """Say what makes a run slower than it need be."""
+def _warn(settings: TrainConfig) -> None:
+    """Say where workers have nothing to do."""
     rank, world = rank_and_world()
     if rank == 0 and world > (num_rows := rows_per_step(settings)):
         logger.warning(
             "train: %d workers share %d rows a step, so some never have one: raise train.blocks_per_step to %d or more",
             world, num_rows, world * settings.anchors_per_row,
         )  # fmt: skip
-    if rank == 0 and settings.compute == "bfloat16" and compute_dtype("auto", device) == torch.float32:
-        logger.warning("train: this hardware multiplies bfloat16 many times slower than float32 (train.compute)")
 
 
 def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[str, Any]]) -> None:
@@ -134,9 +132,7 @@ def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[s
 
 def trainable_rows(rows: Sequence[CachedRow], block_size: int) -> list[CachedRow]:
     """The rows that have at least one legal anchor; logs how many do not."""
-    usable = [
-        row for row in rows if len(legal_anchors(torch.arange(row.num_tokens) >= row.num_prompt_tokens, block_size)) > 0
-    ]
+    usable = [row for row in rows if num_legal_anchors(row.num_tokens - row.num_prompt_tokens, block_size) > 0]
     if len(usable) < len(rows):
         logger.info("train: %d of %d rows are too short for a block, left out", len(rows) - len(usable), len(rows))
     return usable

@@ -459,13 +459,10 @@ def test_a_start_is_compared_on_the_states_that_it_was_measured_on_where_they_ar
         train.run(config, states(site, **changed), start=other, role="challenger")
 
 
-def test_workers_without_a_row_and_a_slow_precision_are_told_of(tmp_path, caplog, monkeypatch):
+def test_workers_without_a_row_are_told_of(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(trainer, "rank_and_world", lambda: (0, 4))
-    monkeypatch.setattr(trainer, "compute_dtype", lambda *a: torch.float32)
-    config = toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32, compute="bfloat16").train
-    trainer._warn(config, torch.device("cpu"))
+    trainer._warn(toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32).train)
     assert "4 workers share 2 rows" in caplog.text and "blocks_per_step to 128" in caplog.text
-    assert "bfloat16 many times slower" in caplog.text
 
 
 def test_rows_without_room_for_a_block_are_left_out_and_counted(site):
