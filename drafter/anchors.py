@@ -26,5 +26,5 @@ def draw_anchors(num_prompt_tokens: int, num_tokens: int, block_size: int, limit
 
 
 def anchor_seed(seed: int, epoch: int, row: int) -> int:
-    """What a row's anchors are drawn by: anew each epoch, and for each row."""
-    return (seed * 1_000_003 + epoch) * 1_000_003 + row
+    """What a row's anchors are drawn by: anew each epoch, and for each row. Below 2**64, as generators want it."""
+    return ((seed * 1_000_003 + epoch) * 1_000_003 + row) % 2**64

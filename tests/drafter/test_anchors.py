@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 
-from drafter.anchors import draw_anchors, num_legal_anchors
+from drafter.anchors import anchor_seed, draw_anchors, num_legal_anchors
+from drafter.order import Order
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,12 @@ def test_anchors_are_drawn_without_replacement_and_reach_both_ends():
         assert drawn == draw_anchors(5, 30, 4, 6, seed=seed).tolist()
         seen.update(drawn)
     assert seen == set(range(5, 27)), "every legal start and nothing else, 26 the last one"
+
+
+def test_a_date_and_the_largest_seed_can_be_drawn_by():
+    assert anchor_seed(0, 0, 5) == 5 and anchor_seed(3, 2, 1) == (3 * 1_000_003 + 2) * 1_000_003 + 1
+    for seed in (20240601, 2**32 - 1):
+        drawn = [draw_anchors(0, 40, 4, 6, anchor_seed(seed, epoch, 9)).tolist() for epoch in range(5)]
+        assert len({tuple(anchors) for anchors in drawn}) > 1
+        np.random.default_rng(anchor_seed(seed, 7, 9))  # on-policy anchors
+        Order(9, 1, seed).dealt(range(20))
