@@ -62,7 +62,7 @@ class Dealer:
         totals = [total_weight(row.weight, n, config, block_size) for row, n in zip(rows, lengths, strict=True)]
         self.mean_weight = sum(totals) / len(totals)
         self._config, self._block_size = config, block_size
-        self._order = Order(len(rows), 1, config.seed, shards=shard_sizes(rows), window=window_rows(rows))
+        self._order = Order(len(rows), config.seed, shards=shard_sizes(rows), window=window_rows(rows))
         self._visits = VisitTable.of(rows, block_size) if config.anchors == "on_policy" else None
         self._dealt: list[tuple[int, Tensor]] = []
 

@@ -36,4 +36,4 @@ def test_a_date_and_the_largest_seed_can_be_drawn_by():
         drawn = [draw_anchors(0, 40, 4, 6, anchor_seed(seed, epoch, 9)).tolist() for epoch in range(5)]
         assert len({tuple(anchors) for anchors in drawn}) > 1
         np.random.default_rng(anchor_seed(seed, 7, 9))  # on-policy anchors
-        Order(9, 1, seed).dealt(range(20))
+        Order(9, seed).dealt(range(20))
