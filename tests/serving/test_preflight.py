@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter
+from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter, tiny_target
 
 from serving.engine import versions
 from serving.errors import PreflightError
@@ -276,6 +276,19 @@ def test_case_87_a_quantised_drafter_is_refused_in_its_config_and_in_its_weights
     edit_config(drafter, quantization_config=None)
     edit_tensors(drafter, put("fc.weight", torch.ones(128, 384, dtype=torch.int8)))
     assert refused(drafter) == "quantized"
+
+
+def test_case_87_a_drafter_that_names_no_quantisation_has_none_beside_a_quantised_target(tmp_path):
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+    model = tiny_target(tmp_path / "target")
+    served = VllmServer(model=model, drafter=tiny_drafter(tmp_path / "drafter", model), port=1, log=tmp_path / "log")
+    target = ModelConfig(model=str(model), dtype="bfloat16")
+    target.quantization = "fp8"
+    found = SpeculativeConfig(
+        **served._speculative_config(), target_model_config=target, target_parallel_config=ParallelConfig()
+    )
+    assert found.draft_model_config.quantization is None and found.draft_model_config.dtype == torch.bfloat16
 
 
 def test_a_mask_embedding_of_its_own_is_refused_by_name(drafter):
