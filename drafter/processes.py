@@ -123,9 +123,22 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_state(drafter: Drafter) -> dict[str, Tensor]:
-    """Every whole parameter by name, in the first process; nothing in the others. Every process must ask."""
-    state = {name: whole(parameter.detach()) for name, parameter in drafter.named_parameters()}
-    return state if rank_and_world()[0] == 0 else {}
+    """Every whole parameter by name, as ``kept_whole``."""
+    return kept_whole((name, parameter.detach()) for name, parameter in drafter.named_parameters())
+
+
+def kept_whole(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole tensors by name, in the first process's own memory; nothing in the others. Every process must ask.
+
+    One is gathered at a time: a device that holds a slice of each need not have room for all of them.
+    """
+    kept = {}
+    for name, tensor in tensors:
+        if rank_and_world()[0] == 0:
+            kept[name] = whole(tensor).cpu()
+        else:
+            whole(tensor)
+    return kept
 
 
 @torch.no_grad()
