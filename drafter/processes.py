@@ -42,6 +42,14 @@ def agreed(value: Any) -> Any:
     return values[0]
 
 
+def gathered(value: Any) -> list[Any]:
+    """Every process's value, by rank. Every process must ask."""
+    values: list[Any] = [value] * rank_and_world()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def prepare(drafter: Drafter, config: TrainConfig) -> Drafter:
     """The drafter, made ready in place to be trained as configured; its parameters' names stay what they are.
 

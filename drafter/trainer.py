@@ -66,7 +66,7 @@ def train_in(
     feed, num_short = _feed(folder, config, states, responses, replay, block_size=drafter.shape.block_size)
     validation = _validation(config, states, replay)
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
-    if start is not None and not resume.saved_step(folder):
+    if start is not None and not agreed(resume.saved_step(folder)):
         check_start = _start_check(config, states, start, drafter, frozen, validation)
     _warn(settings)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)

@@ -139,6 +139,54 @@ def test_what_an_interrupted_run_left_and_cannot_be_used_is_named_with_the_next_
         train_rows(model, frozen, rows, config, tmp_path)
 
 
+def test_no_process_goes_on_before_all_of_them_see_the_same_checkpoint(tmp_path, monkeypatch):
+    frozen, rows, config = toys.frozen(dtype=torch.float32), [toys.counting_row(3, 18, 3)], toys.config(tmp_path).train
+
+    def trained():
+        return train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+
+    others, asked = [None, 6, 8], []
+    trained()
+    monkeypatch.setattr(resume, "gathered", lambda mine: [others[min(len(asked), 2)], asked.append(mine) or mine])
+    assert trained().step == 8 and asked == [8, 8, 8], "the other process came to see it, too"
+    monkeypatch.setattr(resume, "gathered", lambda mine: [None, mine])
+    monkeypatch.setattr(resume, "VISIBLE_WITHIN_S", 0.1)
+    with pytest.raises(StageError, match=r"resume\.pt: .* \(by rank: none, step 8\)"):
+        trained()
+
+
+def test_without_the_optimisers_state_a_run_says_so_and_goes_on_at_its_step(tmp_path, monkeypatch, caplog):
+    frozen, rows = toys.frozen(dtype=torch.float32), [toys.counting_row(3, 18, 3)]
+    config, taken, step = toys.config(tmp_path, warmup_share=0.25).train, [], Optimizer.step
+
+    def stepping(self, scale):
+        step(self, scale)
+        taken.append(scale)
+        if len(taken) == 5:
+            raise Killed
+
+    monkeypatch.setattr(Optimizer, "step", stepping)
+    with pytest.raises(Killed):
+        train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    state = torch.load(tmp_path / "resume.pt", weights_only=True)
+    del state["optimizer"]
+    torch.save(state, tmp_path / "resume.pt")
+    progress = train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    assert "has no state of this optimiser" in caplog.text and "learning rate go on at step 4" in caplog.text
+    # of 8 steps 2 are the warm-up: the checkpoint is of step 4, a third of the way down the cosine
+    assert taken[5:] == pytest.approx([(1 + math.cos(math.pi * n / 6)) / 2 for n in range(2, 6)])
+    assert [point["step"] for point in progress.curve] == [0, 2, 4, 6, 8]
+
+
+def test_what_a_kill_left_amid_a_write_is_not_in_the_finished_folder(tmp_path):
+    finished = {"model.safetensors", "config.json", "trained.json"}
+    left = {"resume.pt", "best-4.pt", ".best-6.pt.tmp", ".model.safetensors.77.tmp", ".workers-1f"}
+    for name in finished | left:
+        (tmp_path / name).touch()
+    resume.remove(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == finished
+
+
 EVERYTHING = {
     "anchors": "on_policy", "replay_share": 0.3, "blocks_per_step": 16, "steps": 12, "checkpoint_every": 3,
     "warmup_share": 0.25, "patience": 3, "sampled_vocabulary": 8,
