@@ -264,6 +264,27 @@ def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, 
     assert trained.manifest.counts["train_rows"] == len(seen)
 
 
+def test_a_kill_between_a_checkpoint_and_its_release_forgets_no_row_that_was_left_out(tmp_path, monkeypatch):
+    config = streams.config_of(tmp_path, checkpoint_every=1000, capture_settings={"max_reject_share": 0.1})
+    twins = {row.row_id for row in plan_of(config).windows[0].rows[:2]}
+
+    def states(row_id, ids):
+        words = engines.code(row_id, ids)
+        if row_id in twins:
+            words[-1] = 0x3F82
+        return words
+
+    engines = streams.CodeEngines(states=states)
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):
+        patch.setattr(stream.StreamFeed, "covered", lambda self, step: step and pytest.fail("killed"))
+        streams.run(config, engines=engines)
+    trained = streams.run(config, engines=engines)
+    assert trained.manifest.rejects == {"duplicate_states": 2}
+    assert trained.manifest.counts["train_rows"] == len(train_rows(streams.corpus())) - 2
+    rejects = map(json.loads, (trained.folder / "rejects.jsonl").read_text().splitlines())
+    assert {reject["row_id"] for reject in rejects} == twins
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["at once", "killed before it was written down"])
 def test_a_run_that_stops_amid_a_window_counts_what_it_was_kept_from(is_killed, tmp_path, monkeypatch):
     settings = {"patience": 1, "checkpoint_every": 2, "learning_rate": 1e-12}
