@@ -24,7 +24,7 @@ from drafter.precision import compute_dtype
 from drafter.processes import agreed, meet, rank_and_world
 from drafter.shape import DrafterShape
 from drafter.start import starting_drafter
-from drafter.start_check import doubt_of, recorded_rows, recorded_walk_check
+from drafter.start_check import doubt_of, recorded_walk_check, walk_again
 from drafter.stream import StreamFeed, queue_of
 from drafter.stream_plan import plan_stream
 from drafter.walk import WalkCounts, walk
@@ -104,11 +104,15 @@ def _start_check(
     """What stops a run whose starting drafter is not what it was when it was measured."""
     where, recorded = f"drafter {start.id} ({start.folder})", start.manifest.walks
 
-    def elsewhere() -> dict[str, WalkCounts]:
-        rows_by_cache = recorded_rows(config, recorded)
-        return {name: agreed(walk(drafter, frozen, rows)[0]) for name, rows in rows_by_cache.items()}
+    def walk_over(rows: Sequence[CachedRow]) -> WalkCounts:
+        whole = load_drafter(start.folder)[0].to(frozen.head.device)  # the run's own may be sharded by now
+        return walk(whole, frozen, rows)[0]
 
-    doubt = doubt_of(drafter, frozen, validation.own, config.train, where=where)
+    def elsewhere() -> dict[str, WalkCounts]:
+        # By the first process alone: the others may not see the same caches, or fail where it doesn't.
+        return agreed(walk_again(config, recorded, walk_over) if rank_and_world()[0] == 0 else {})
+
+    doubt = agreed(doubt_of(drafter, frozen, validation.own, config.train, where=where))
     return recorded_walk_check(recorded, states.id, config.train, where=where, doubt=doubt, elsewhere=elsewhere)
 
 

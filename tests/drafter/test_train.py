@@ -507,6 +507,36 @@ def test_a_start_is_compared_on_the_states_that_it_was_measured_on_where_they_ar
         train.run(config, states(site, **changed), start=other, role="challenger")
 
 
+def test_states_elsewhere_that_cannot_be_read_any_more_stop_no_run(site, caplog, monkeypatch):
+    def expired(*arguments):
+        raise StageError("the object has expired")
+
+    start = start_from(site)
+    monkeypatch.setattr(trainer, "walk", expired)
+    train.run(toys.config(site), states(site, derivation="other"), start=start, role="challenger")
+    assert "not compared on cache: the object has expired" in caplog.text and "no walk on record" in caplog.text
+
+
+def test_what_the_first_process_finds_of_a_start_counts_for_all(site, monkeypatch):
+    start, config = start_from(site), toys.config(site, compute="float32")
+    walk = start.manifest.walks["cache"]
+    recorded = WalkCounts(**{name: walk[name] for name in vars(WalkCounts())})
+    monkeypatch.setattr(trainer, "doubt_of", lambda *a, **named: None)
+    monkeypatch.setattr(trainer, "walk_again", lambda *a: pytest.fail("the second process walked alone"))
+    monkeypatch.setattr(trainer, "rank_and_world", lambda: (1, 2))
+
+    def check(found):
+        said = iter(["worse than a uniform guess", found])
+        monkeypatch.setattr(trainer, "agreed", lambda mine: next(said))
+        other, frozen = states(site, derivation="other"), toys.frozen()
+        walks = measurement.Walks(recorded, {}, {})
+        trainer._start_check(config, other, start, toys.drafter(), frozen, Validation([]))(walks)
+
+    check({"cache": recorded})
+    with pytest.raises(StageError, match="worse than a uniform guess"):
+        check({})
+
+
 def test_workers_without_a_row_are_told_of(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(trainer, "rank_and_world", lambda: (0, 4))
     trainer._warn(toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32).train)
