@@ -157,6 +157,7 @@ def _feed(
     if responses is not None:
         share = settings.replay_share if replay else 0.0
         plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
+        num_short = plan.num_short
         own: Feed = StreamFeed(config, plan, queue_of(config, folder, plan), responses, block_size=block_size)
         if settings.anchors == "on_policy":
             logger.info("train: no row of a stream is seen again, so its anchors are drawn uniformly")

@@ -79,7 +79,20 @@ def test_the_plan_knows_what_its_rows_weigh_in_the_loss(tmp_path):
     responses = streams.response_set(config, [*rows, streams.response(9, "validation"), streams.response(10, "gate")])
     plan = plan_stream(config, responses, streams.held_out(config, responses), block_size=4)
     # four anchors at most; a reply of five tokens has room for two, one of two tokens for none
-    assert plan.mean_weight == (4 * 1 + 2 * 3 + 4 * 16) / 3
+    assert plan.mean_weight == (4 * 1 + 2 * 3 + 4 * 16) / 3 and plan.num_short == 1
+
+
+def test_rows_too_short_for_a_block_are_counted_whatever_parts_they_are_in(tmp_path):
+    short = [streams.response(100 + n, num_tokens=6) for n in range(3)]
+    trained = streams.run(streams.config_of(tmp_path, steps=2), [*short, *streams.corpus()])
+    assert trained.manifest.counts["too_short"] == 3
+
+
+def test_a_stream_in_which_no_step_has_a_row_of_its_own_is_refused(site):
+    config = streams.config_of(site, steps=1, blocks_per_step=4)
+    responses = streams.response_set(config, streams.corpus())
+    with pytest.raises(ConfigError, match=r"train\.steps = 1: with 1 rows a step, 10% of them replayed, no step"):
+        plan_stream(config, responses, streams.held_out(config, responses), block_size=4, replay_share=0.1)
 
 
 def test_a_part_is_held_only_while_steps_may_still_ask_for_it(site):
