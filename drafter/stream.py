@@ -25,6 +25,7 @@ from drafter.anchors import anchor_seed, draw_anchors
 from drafter.dataset import CachedRow, read_part
 from drafter.deal import Deal
 from drafter.feed import anchors_per_row, row_weight
+from drafter.mixed_feed import replayable
 from drafter.processes import meet, rank_and_world
 from drafter.resume import saved_step
 from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
@@ -67,6 +68,7 @@ def fed(
     The arguments are those of ``train_in``. Raises: what the engines failed with.
     """
     block_size = start.manifest.block_size if start else config.drafter.block_size
+    replay = replayable(replay, block_size=block_size)
     share = config.train.replay_share if replay else 0.0
     plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
     layer_ids = states.manifest.fingerprint.target_layer_ids

@@ -18,7 +18,7 @@ from drafter.feed import CachedFeed, Feed, rows_per_step
 from drafter.frozen import FrozenTarget, read_frozen
 from drafter.loop import train_loop
 from drafter.measurement import Validation, Walks
-from drafter.mixed_feed import MixedFeed
+from drafter.mixed_feed import MixedFeed, replayable
 from drafter.model import Drafter
 from drafter.precision import compute_dtype
 from drafter.processes import agreed, meet, rank_and_world
@@ -43,10 +43,6 @@ _EXPORT_TOLERANCE, _EXPORT_DRAFTS = 0.1, 5
 Caches = Sequence[Artifact[HiddenStateCache]]
 
 
-class NothingToTrainOn(StageError):
-    """A cache without a row that could be trained on."""
-
-
 def train_in(
     folder: Path,
     config: Config,
@@ -63,6 +59,7 @@ def train_in(
     frozen = _on(device, read_frozen(config.target.model, dtype=compute_dtype(settings.compute, device)))
     drafter, kept = starting_drafter(config, frozen, states, start.folder if start else None)
     drafter = drafter.to(device)
+    replay = replayable(replay, block_size=drafter.shape.block_size)
     feed, num_short = _feed(folder, config, states, responses, replay, block_size=drafter.shape.block_size)
     validation = _validation(config, states, replay)
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
@@ -153,9 +150,9 @@ def _feed(
 ) -> tuple[Feed, int]:
     """The run's feed, and how many of its own rows are too short for a block."""
     num_short, settings = 0, config.train
-    caches = _replayed_rows(replay, config, block_size)
+    caches = {cache.id: _train_rows(cache, config, block_size)[0] for cache in replay}
     if responses is not None:
-        share = settings.replay_share if replay else 0.0
+        share = settings.replay_share if caches else 0.0
         plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
         num_short = plan.num_short
         own: Feed = StreamFeed(config, plan, queue_of(config, folder, plan), responses, block_size=block_size)
@@ -174,27 +171,16 @@ def _feed(
     return MixedFeed(own, list(caches.values()), settings, block_size=block_size), num_short
 
 
-def _replayed_rows(replay: Caches, config: Config, block_size: int) -> dict[str, list[CachedRow]]:
-    """Cache id → its rows; a cache that has none to train on is left out, since a run does without it, too."""
-    found = {}
-    for cache in replay:
-        try:
-            found[cache.id] = _train_rows(cache, config, block_size)[0]
-        except NothingToTrainOn as error:
-            logger.warning("train: not replayed: %s", error)
-    return found
-
-
 def _train_rows(states: Artifact[HiddenStateCache], config: Config, block_size: int) -> tuple[list[CachedRow], int]:
     if "train" not in states.manifest.splits:
-        raise NothingToTrainOn(
+        raise StageError(
             f"{states.folder}: holds the states of {', '.join(states.manifest.splits)} rows alone, as a streamed run "
             "leaves them; train on their responses with slipstream stream, or run slipstream capture first"
         )
     rows = read_rows(states, "train", staging_bytes=config.capture.staging_bytes)
     usable = trainable_rows(rows, block_size)
     if not usable:
-        raise NothingToTrainOn(
+        raise StageError(
             f"{states.folder}: no train row has room for a block of {block_size} in its reply; collect more traffic "
             "or use a smaller drafter.block_size"
         )

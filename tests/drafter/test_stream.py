@@ -358,6 +358,24 @@ def test_a_streamed_drafter_names_the_responses_and_a_change_of_their_order_is_a
     assert train.run(config, cached(config, responses), start=None, role="champion").id != trained.id
 
 
+def test_of_a_stream_the_anchors_mean_something_only_where_rows_are_replayed(tmp_path, monkeypatch):
+    earlier, meanings = toys.cache(tmp_path, [("train", toys.row(30, 3))], fingerprint=None), []
+    monkeypatch.setattr(train, "complete", lambda *a, **named: meanings.append(named["meaning"]))
+    for replay in ([], [earlier]):
+        for settings in ({}, {"anchors": "on_policy"}, {"anchors": "on_policy", "uniform_share": 0.5}):
+            streams.run(streams.config_of(tmp_path, **settings), replay=replay)
+    assert meanings[0] == meanings[1] == meanings[2]
+    assert meanings[3] != meanings[4] != meanings[5] != meanings[3]
+
+
+def test_a_stream_leaves_no_room_for_a_cache_that_has_nothing_to_replay(tmp_path):
+    config = streams.config_of(tmp_path, blocks_per_step=20, replay_share=0.5)
+    short = toys.cache(tmp_path, [("train", toys.row(20, 18))], fingerprint=None)
+    trained = streams.run(config, replay=[short])
+    assert trained.manifest.parents.keys() == {"states", "responses"}
+    assert trained.manifest.counts["steps"] == plan_of(config).num_steps
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_a_streamed_run_replays_cached_rows_and_still_sees_each_of_its_own_once(share, tmp_path, monkeypatch):
     config = streams.config_of(tmp_path, blocks_per_step=20, replay_share=share)

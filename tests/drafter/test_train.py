@@ -586,6 +586,8 @@ def test_a_replayed_cache_without_a_row_to_train_on_is_left_out_and_the_run_goes
     held_out = Artifact(held_out.folder, held_out.manifest.model_copy(update={"splits": ("validation", "gate")}))
     trained = train.run(toys.config(site), states(site), start=None, role="champion", replay=[short, held_out])
     assert trained.manifest.counts["train_rows"] == 6 and trained.manifest.counts["empty_steps"] == 0
+    assert trained.manifest.parents == {"states": "cache"} and trained.manifest.walks.keys() == {"cache"}
+    assert trained.manifest.config["replay_share"] == 0
     assert "not replayed: " in caplog.text and "too-short" in caplog.text and "held-out" in caplog.text
 
 
