@@ -4,14 +4,13 @@ import torch
 from torch import Tensor
 
 
-def legal_anchors(supervised: Tensor, block_size: int) -> Tensor:  # bool [n] -> int64 [m]
-    """Positions where a block may start: the anchor is supervised and the full block fits.
+def num_legal_anchors(num_reply_tokens: int, block_size: int) -> int:
+    """How many blocks may start in a reply: at each of its tokens, from the first on, where a full block fits.
 
     The anchor is a token that the target emitted, since decoding only ever starts a block there.
     Partial final blocks are not used in training: the walk, which measures, does use them.
     """
-    last = supervised.shape[0] - block_size
-    return supervised[: max(0, last + 1)].nonzero().squeeze(-1)
+    return max(0, num_reply_tokens - block_size + 1)
 
 
 def draw_anchors(num_prompt_tokens: int, num_tokens: int, block_size: int, limit: int, seed: int) -> Tensor:
@@ -19,14 +18,13 @@ def draw_anchors(num_prompt_tokens: int, num_tokens: int, block_size: int, limit
 
     Shape: int64 [m]. Tokens ``num_prompt_tokens .. num_tokens - 1`` are the target's reply.
     """
-    supervised = torch.arange(num_tokens) >= num_prompt_tokens
-    legal = legal_anchors(supervised, block_size)
-    if len(legal) <= limit:
-        return legal
-    chosen = torch.randperm(len(legal), generator=torch.Generator().manual_seed(seed))[:limit]
-    return legal[chosen.sort().values]
+    num_legal = num_legal_anchors(num_tokens - num_prompt_tokens, block_size)
+    chosen = torch.arange(num_legal)
+    if num_legal > limit:
+        chosen = torch.randperm(num_legal, generator=torch.Generator().manual_seed(seed))[:limit].sort().values
+    return num_prompt_tokens + chosen
 
 
 def anchor_seed(seed: int, epoch: int, row: int) -> int:
-    """What a row's anchors are drawn by: anew each epoch, and for each row."""
-    return (seed * 1_000_003 + epoch) * 1_000_003 + row
+    """What a row's anchors are drawn by: anew each epoch, and for each row. Below 2**64, as generators want it."""
+    return ((seed * 1_000_003 + epoch) * 1_000_003 + row) % 2**64

@@ -1,17 +1,19 @@
 """What the training loop is fed with: the rows and anchors of each step, from wherever their states are."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from drafter.anchors import anchor_seed, draw_anchors
+from drafter.anchors import anchor_seed, draw_anchors, num_legal_anchors
 from drafter.dataset import CachedRow, shard_sizes, staging_of, window_rows
 from drafter.deal import Deal
 from drafter.on_policy import VisitTable
 from drafter.order import Order
 from pipeline.config import TrainConfig
+from pipeline.errors import StageError
 
 # Files of states that are on storage are fetched so early.
 STEPS_AHEAD = 8
@@ -38,7 +40,7 @@ class Feed(Protocol):
         """What a resumed run must give back to ``restore`` to be fed as if it had never stopped."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``."""
+        """Go on from a ``state``; nothing where it is empty. Raises: StageError when it is that of other rows."""
 
     def wants_checkpoint(self, step: int) -> bool:
         """Whether the states of the first ``step`` steps had better be given up now."""
@@ -62,7 +64,9 @@ class Dealer:
         totals = [total_weight(row.weight, n, config, block_size) for row, n in zip(rows, lengths, strict=True)]
         self.mean_weight = sum(totals) / len(totals)
         self._config, self._block_size = config, block_size
-        self._order = Order(len(rows), 1, config.seed, shards=shard_sizes(rows), window=window_rows(rows))
+        shards = shard_sizes(rows)
+        self._order = Order(len(rows), config.seed, shards=shards, window=window_rows(rows))
+        self._rows_hash = _hash_of(rows, shards)
         self._visits = VisitTable.of(rows, block_size) if config.anchors == "on_policy" else None
         self._dealt: list[tuple[int, Tensor]] = []
 
@@ -84,13 +88,21 @@ class Dealer:
             for (row, anchors), found in zip(self._dealt, accepted, strict=True):
                 self._visits.learn(row, anchors, found)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Any]:
         """As ``Feed.state``."""
-        return self._visits.state() if self._visits is not None else {}
+        return {"rows": self._rows_hash} | (self._visits.state() if self._visits is not None else {})
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """As ``Feed.restore``."""
-        if self._visits is not None and state:
+        if not state:
+            return
+        if state.get("rows") != self._rows_hash:
+            raise StageError(
+                f"train: the {len(self.rows)} rows of these states (the first is {self.rows[0].row_id}), or how they "
+                "lie in files, are not those of the run's last checkpoint: they were captured again meanwhile. Remove "
+                "the folder of the run, which holds resume.pt, to train anew"
+            )
+        if self._visits is not None:
             self._visits.restore(state)
 
     def _draw(self, picks: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -131,7 +143,7 @@ class CachedFeed:
         self._dealer.learn(accepted)
 
     def state(self) -> dict[str, Any]:
-        """What was accepted so far."""
+        """Which rows they are, and what was accepted so far."""
         return self._dealer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +193,16 @@ def row_weight(num_served: int, config: TrainConfig) -> float:
 
 def total_weight(num_served: int, num_reply_tokens: int, config: TrainConfig, block_size: int) -> float:
     """Of all blocks of a row together, in one pass over it."""
-    return row_weight(num_served, config) * min(max(0, num_reply_tokens - block_size + 1), anchors_per_row(config))
+    num_blocks = min(num_legal_anchors(num_reply_tokens, block_size), anchors_per_row(config))
+    return row_weight(num_served, config) * num_blocks
+
+
+def _hash_of(rows: Sequence[CachedRow], shards: Sequence[int]) -> str:
+    """Of what the order of dealing rests on: which rows there are, in stored order, and how many share a file."""
+    found = hashlib.sha256(repr(list(shards)).encode())
+    for row in rows:
+        found.update(f"\n{row.row_id}".encode())
+    return found.hexdigest()
 
 
 def replies_of(rows: Sequence[CachedRow]) -> Iterator[Tensor]:

@@ -6,10 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
+from drafter.anchors import num_legal_anchors
 from drafter.dataset import CachedRow
 from drafter.deal import Deal
 from drafter.feed import STEPS_AHEAD, Dealer, Feed, replayed_before, replies_of
+from pipeline.artifacts import HiddenStateCache
 from pipeline.config import TrainConfig
+from pipeline.errors import StageError
+from pipeline.rows import read_rows, tables
+from pipeline.schemas import CACHE
+from pipeline.stages import Artifact
 
 
 class MixedFeed:
@@ -57,9 +63,14 @@ class MixedFeed:
         return {"own": self._own.state(), "replay": [dealer.state() for dealer in self._dealers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """To each part."""
+        """To each part. Raises: StageError when it is the state of other rows, or of another number of caches."""
         if not state:
             return
+        if len(state.get("replay", ())) != len(self._dealers):
+            raise StageError(
+                f"train: {len(self._dealers)} caches are replayed, and not as many were when the run's last checkpoint "
+                "was made. Remove the folder of the run, which holds resume.pt, to train anew"
+            )
         self._own.restore(state["own"])
         for dealer, its in zip(self._dealers, state["replay"], strict=True):
             dealer.restore(its)
@@ -83,3 +94,20 @@ class MixedFeed:
     def _turns_before(self, place: int, turn: int) -> int:
         """How many of the first ``place`` replay rows are this cache's."""
         return (place - turn + len(self._dealers) - 1) // len(self._dealers)
+
+
+def replayable(caches: Sequence[Artifact[HiddenStateCache]], *, block_size: int) -> list[Artifact[HiddenStateCache]]:
+    """The caches that hold a train row with room for a block. Raises: SchemaError when a table cannot be read."""
+    return [cache for cache in caches if _has_train_row(cache, block_size)]
+
+
+def _has_train_row(cache: Artifact[HiddenStateCache], block_size: int) -> bool:
+    if "train" not in cache.manifest.splits:  # a streamed run caches the held-out rows alone
+        return False
+    for shard in tables(cache.manifest.shards):
+        table = read_rows(cache.folder, [shard], CACHE, 0, shard.rows)
+        columns = (table.column(name).to_pylist() for name in ("split", "num_states", "num_prompt_tokens"))
+        for split, num_states, num_prompt_tokens in zip(*columns, strict=True):
+            if split == "train" and num_legal_anchors(num_states + 1 - num_prompt_tokens, block_size):
+                return True
+    return False

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from drafter.anchors import num_legal_anchors
 from drafter.dataset import CachedRow
 
 _UNKNOWN = -1
@@ -66,7 +67,7 @@ class VisitTable:
         visits = np.split(self._visits(np.array(rows)), sizes.cumsum()[:-1])
         drawn = []
         for row, visited, size, seed in zip(rows, visits, sizes, seeds, strict=True):
-            num_legal = max(0, int(size) - self.block_size + 1)
+            num_legal = num_legal_anchors(int(size), self.block_size)
             places = np.arange(num_legal)
             if num_legal > limit:
                 share = visited[:num_legal] + 1e-12  # a walk may end before the last of them

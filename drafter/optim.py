@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafter.muon import Muon
-from drafter.processes import placed_as, rank_and_world, whole
+from drafter.processes import kept_whole, placed_as
 
 
 def learning_rate_scale(step: int, num_steps: int, warmup_share: float) -> float:
@@ -51,12 +51,8 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter and state, whole, in the first process; nothing in the others. Every process must ask."""
-        state = {
-            name: {key: whole(value) for key, value in part.state[parameter].items()}
-            for name, (part, parameter) in self._owners.items()
-        }
-        return state if rank_and_world()[0] == 0 else {}
+        """By parameter and state, as ``kept_whole``. Every process must ask."""
+        return {name: kept_whole(part.state[parameter].items()) for name, (part, parameter) in self._owners.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue where this whole state, which every process has, was saved.

@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a function of the seed and the step, so that nothing has to be stored."""
+"""Which row is dealt at which place of a run: a function of the seed and the place, so nothing has to be stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,28 +12,23 @@ WINDOW_ROWS = 4096
 
 @dataclass(frozen=True)
 class Order:
-    """Rows shuffled anew each epoch, dealt out in equal steps across epoch boundaries.
+    """Rows shuffled anew each epoch; every epoch deals every row exactly once.
 
     A cache that is larger than memory is read nearly from front to back: the shards are shuffled, and the rows within
     windows that reach over shards which then follow each other. Up to ``window`` rows are one window: a full shuffle.
     """
 
     num_rows: int
-    rows_per_step: int
     seed: int
     shards: Sequence[int] = ()
     """Rows of each shard, in stored order; without them, any row may follow any other."""
     window: int = WINDOW_ROWS
     _dealt: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """The last two epochs' orders: a step may reach over an epoch's end."""
+    """The last two epochs' orders: places may reach over an epoch's end."""
 
     def __post_init__(self) -> None:
         if self.shards and sum(self.shards) != self.num_rows:
             raise ValueError(f"shards of {sum(self.shards)} rows together, expected {self.num_rows}")
-
-    def rows_of(self, step: int) -> list[tuple[int, int]]:
-        """(epoch, row) pairs of a step; every epoch deals every row exactly once."""
-        return self.dealt(range(step * self.rows_per_step, (step + 1) * self.rows_per_step))
 
     def dealt(self, places: range) -> list[tuple[int, int]]:
         """(epoch, row) pairs of these places in the whole run's sequence of rows."""

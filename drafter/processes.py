@@ -42,6 +42,14 @@ def agreed(value: Any) -> Any:
     return values[0]
 
 
+def gathered(value: Any) -> list[Any]:
+    """Every process's value, by rank. Every process must ask."""
+    values: list[Any] = [value] * rank_and_world()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def prepare(drafter: Drafter, config: TrainConfig) -> Drafter:
     """The drafter, made ready in place to be trained as configured; its parameters' names stay what they are.
 
@@ -123,9 +131,22 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_state(drafter: Drafter) -> dict[str, Tensor]:
-    """Every whole parameter by name, in the first process; nothing in the others. Every process must ask."""
-    state = {name: whole(parameter.detach()) for name, parameter in drafter.named_parameters()}
-    return state if rank_and_world()[0] == 0 else {}
+    """Every whole parameter by name, as ``kept_whole``."""
+    return kept_whole((name, parameter.detach()) for name, parameter in drafter.named_parameters())
+
+
+def kept_whole(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole tensors by name, in the first process's own memory; nothing in the others. Every process must ask.
+
+    One is gathered at a time: a device that holds a slice of each need not have room for all of them.
+    """
+    kept = {}
+    for name, tensor in tensors:
+        if rank_and_world()[0] == 0:
+            kept[name] = whole(tensor).cpu()
+        else:
+            whole(tensor)
+    return kept
 
 
 @torch.no_grad()

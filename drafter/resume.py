@@ -1,6 +1,7 @@
 """What a training run keeps in its folder, so that an interrupted one goes on where it was."""
 
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -10,7 +11,7 @@ import torch
 
 from drafter.model import Drafter
 from drafter.optim import Optimizer
-from drafter.processes import load_whole_state, meet, rank_and_world, whole_state
+from drafter.processes import agreed, gathered, load_whole_state, meet, rank_and_world, whole_state
 from pipeline.artifacts import publish
 from pipeline.errors import StageError
 from pipeline.shards import fsync_file
@@ -19,6 +20,10 @@ logger = logging.getLogger("slipstream")
 
 RESUME = "resume.pt"
 _BEST = "best-*.pt"
+# What a kill may leave amid a write, and the sign by which workers know the folder (jobs/train_workers.py).
+_LEFTOVERS = (".*.tmp", ".workers-*")
+# A file system that nodes share may take so long to show one what another has written.
+VISIBLE_WITHIN_S = 10.0
 
 
 @dataclass
@@ -72,19 +77,18 @@ def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
 
     The checkpoint may be of a run with other processes. Every one of them reads it, and takes what is its own.
 
-    Raises: StageError when the file cannot be read, is another drafter's, or has no best weights beside it.
+    Raises: StageError when the file cannot be read, is another drafter's, or has no best weights beside it, and when
+    not every process sees the same one.
     """
-    path = folder / RESUME
-    if not path.exists():
-        meet()
+    path, state = folder / RESUME, _seen_by_all(folder)
+    if state is None:
         return Progress()
-    state = _load_torch(path)
     try:
         load_whole_state(drafter, state["drafter"])
         progress = Progress(**state["progress"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise StageError(f"{path}: not a checkpoint of this run ({error}); remove {folder} to train anew")
-    if not (best := best_path(folder, progress)).exists():
+    if not agreed((best := best_path(folder, progress)).exists()):
         raise StageError(f"{best}: missing, though {path.name} is there and needs it; remove {folder} to train anew")
     try:
         optimizer.load_state_dict(state["optimizer"])
@@ -99,15 +103,49 @@ def resume(folder: Path, drafter: Drafter, optimizer: Optimizer) -> Progress:
 
 
 def saved_step(folder: Path) -> int:
-    """The step of the last checkpoint."""
-    path = folder / RESUME
-    return _load_torch(path)["progress"]["step"] if path.exists() else 0
+    """The step of the last checkpoint. Raises: StageError when it cannot be read."""
+    return _step_of(_last(folder), folder) or 0
 
 
 def remove(folder: Path) -> None:
-    """Remove what only an interrupted run needs."""
-    for path in (folder / RESUME, *folder.glob(_BEST)):
-        path.unlink(missing_ok=True)
+    """Remove what only an interrupted run needs, and what kills left of its files."""
+    for pattern in (RESUME, _BEST, *_LEFTOVERS):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _seen_by_all(folder: Path) -> Any:
+    """The last checkpoint, the same in every process; None where there is none.
+
+    Raises: StageError, in all of them, when some see another one for longer than ``VISIBLE_WITHIN_S``.
+    """
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        state = _last(folder)
+        steps = gathered(_step_of(state, folder))
+        if len(set(steps)) == 1:
+            return state
+        if agreed(time.monotonic() > deadline):
+            found = ", ".join("none" if step is None else f"step {step}" for step in steps)
+            raise StageError(
+                f"{folder / RESUME}: the processes see other checkpoints than each other (by rank: {found}); put root "
+                "on storage that shows every node the same files, then run the stage again"
+            )
+        time.sleep(0.2)
+
+
+def _last(folder: Path) -> Any:
+    """The last checkpoint; None where there is none."""
+    path = folder / RESUME
+    return _load_torch(path) if path.exists() else None
+
+
+def _step_of(state: Any, folder: Path) -> int | None:
+    """The step of a checkpoint; None of none."""
+    try:
+        return None if state is None else state["progress"]["step"]
+    except (KeyError, TypeError) as error:
+        raise StageError(f"{folder / RESUME}: not a checkpoint of this run ({error}); remove {folder} to train anew")
 
 
 def _save_torch(path: Path, value: Any) -> None:

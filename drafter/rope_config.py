@@ -47,10 +47,8 @@ def rope_of(config: Mapping[str, Any], *, head_dim: int, where: str) -> Rope:
     that it would fail or read past its table on.
     """
     given = _given(config, where)
-    kind = given.get("rope_type", given.get("type", "default"))
-    kind = {"su": "longrope"}.get(kind, kind)
-    if kind == "telechat3-yarn":  # vLLM's rule
-        kind, given = "yarn", given | {"attention_factor": 0.07 * math.log(given["factor"]) + 1.0}
+    named = given.get("rope_type", given.get("type", "default"))
+    kind = {"su": "longrope", "telechat3-yarn": "yarn"}.get(named, named)
     for name, reason in _NOT_RUN_SETTINGS.items():
         if given.get(name) or config.get(name):
             raise ConfigError(f"{where}: this trainer does not run rope with {name}: {reason}")
@@ -59,6 +57,8 @@ def rope_of(config: Mapping[str, Any], *, head_dim: int, where: str) -> Rope:
         raise ConfigError(f"{where}: this trainer does not run rope {kind!r}: {reason}")
     rotary_dim = _rotary_dim(config, given, head_dim, where)
     parameters = _parameters(kind, given, config, where)
+    if named == "telechat3-yarn":  # vLLM's rule
+        parameters["attention_factor"] = 0.07 * math.log(parameters["factor"]) + 1.0
     if kind == "proportional":
         parameters, rotary_dim = {"num_turning_pairs": rotary_dim // 2}, head_dim
     return Rope(
@@ -87,16 +87,20 @@ def scaling_of_target(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The drafter reads the target's positions. With the target's scaling, slow pairs turn no further over its whole
     length than they did over the original one, so that a drafter trained on short replies has seen those angles.
+    Of a target with a rope for each kind of layer it is that of the layers which see everything, as theta is.
     """
-    given = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    parameters = config.get("rope_parameters") or {}
+    given = {**(parameters.get("full_attention", parameters) or {}), **(config.get("rope_scaling") or {})}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("linear", "dynamic", "yarn", "llama3") or given.get("mrope_section"):
         return {}
-    settings = {name: value for name, value in given.items() if name in _readable(kind)}
+    settings = {name: given[name] for name in _readable(kind) if given.get(name) is not None}
+    longest = config["max_position_embeddings"]
     if kind in ("yarn", "llama3"):
-        original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        settings.setdefault("original_max_position_embeddings", original)
-    return {"rope_type": kind, **settings, "factor": float(given["factor"])} if "factor" in given else {}
+        settings["original_max_position_embeddings"] = _original(config, settings)
+    if kind == "yarn" and "factor" not in settings:  # transformers' rule
+        settings["factor"] = longest / settings["original_max_position_embeddings"]
+    return {"rope_type": kind, **settings, "factor": float(settings["factor"])} if "factor" in settings else {}
 
 
 def _given(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -117,6 +121,11 @@ def _theta(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> f
     if top is not None and nested is not None and float(top) != float(nested):
         raise ConfigError(f"{where}: rope_theta = {top}, but rope_parameters.rope_theta = {nested}; keep one")
     theta = top if nested is None else nested
+    if theta is None and config.get("rope_scaling") and (config.get("rope_parameters") or {}).get("rope_theta"):
+        raise ConfigError(
+            f"{where}: rope_parameters.rope_theta is not read beside rope_scaling, and rope_theta is not there: write "
+            "it out beside them"
+        )
     if theta is None:
         raise ConfigError(f"{where}: has neither rope_theta nor rope_parameters.rope_theta: write it out")
     return float(theta)
@@ -136,17 +145,16 @@ def _rotary_dim(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: i
 def _parameters(kind: str, given: Mapping[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings = {name: given[name] for name in _readable(kind) if given.get(name) is not None}
     longest = config["max_position_embeddings"]
-    if kind in ("yarn", "llama3"):  # as transformers fills it in
-        original = config.get("original_max_position_embeddings")
-        settings["original_max_position_embeddings"] = (
-            original or settings.get("original_max_position_embeddings") or longest
-        )
+    if kind in ("yarn", "llama3"):
+        settings["original_max_position_embeddings"] = _original(config, settings)
     if kind == "dynamic" and "alpha" in settings:
         settings.pop("max_trained_positions", None)  # vLLM does not look at it then
     elif kind == "dynamic":
         settings = {"max_trained_positions": longest, **settings, "max_position_embeddings": longest}
     if missing := [name for name in _SETTINGS[kind][0] if name not in settings]:
         raise ConfigError(f"{where}: rope {kind!r} has no {', '.join(missing)}; write it out")
+    if odd := {name: settings[name] for name in _SETTINGS[kind][0] if not _is_positive(settings[name])}:
+        raise ConfigError(f"{where}: rope {kind!r} has {odd}; expected positive numbers")
     if kind == "linear" and not isinstance(settings["factor"], float):
         raise ConfigError(
             f"{where}: rope 'linear' has factor {settings['factor']!r}, vLLM wants {settings['factor']}.0"
@@ -157,6 +165,16 @@ def _parameters(kind: str, given: Mapping[str, Any], config: Mapping[str, Any], 
             "past its table; lower max_position_embeddings"
         )
     return settings
+
+
+def _original(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """The length before scaling, as transformers fills it in."""
+    name = "original_max_position_embeddings"
+    return config.get(name) or settings.get(name) or config["max_position_embeddings"]
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _readable(kind: str) -> tuple[str, ...]:

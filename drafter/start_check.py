@@ -19,7 +19,7 @@ from drafter.step import backward
 from drafter.walk import WalkCounts, is_walked
 from pipeline.artifacts import HiddenStateCache, artifact_dir, find
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import SchemaError, StageError
+from pipeline.errors import SlipstreamError, StageError
 from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
@@ -103,18 +103,22 @@ def recorded_walk_check(
     return check
 
 
-def recorded_rows(config: Config, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, list[CachedRow]]:
-    """Cache id → the rows that a walk on record was over, of the first cache that is still there."""
+def walk_again(
+    config: Config, recorded: Mapping[str, Mapping[str, Any]], walk_over: Callable[[Sequence[CachedRow]], WalkCounts]
+) -> dict[str, WalkCounts]:
+    """Cache id → the walk over the rows that one on record was over, of the first cache that can still be read.
+
+    A cache that cannot is told of and passed over: a run does without it, too.
+    """
     for name, counts in recorded.items():
         folder = artifact_dir(config.root, HiddenStateCache, name)
         try:
             if (manifest := find(folder, HiddenStateCache)) is None:
                 continue
             rows = read_rows(Artifact(folder, manifest), "validation", staging_bytes=config.capture.staging_bytes)
-        except SchemaError as error:
+            return {name: walk_over([row for row in rows if is_walked(row)][: counts["num_replies"]])}
+        except SlipstreamError as error:
             logger.warning("train: step 0 is not compared on %s: %s", name, error)
-            continue
-        return {name: [row for row in rows if is_walked(row)][: counts["num_replies"]]}
     return {}
 
 

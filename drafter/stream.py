@@ -25,6 +25,7 @@ from drafter.anchors import anchor_seed, draw_anchors
 from drafter.dataset import CachedRow, read_part
 from drafter.deal import Deal
 from drafter.feed import anchors_per_row, row_weight
+from drafter.mixed_feed import replayable
 from drafter.processes import meet, rank_and_world
 from drafter.resume import saved_step
 from drafter.stream_plan import PlannedRow, StreamPlan, Window, plan_stream, replies_of
@@ -67,6 +68,7 @@ def fed(
     The arguments are those of ``train_in``. Raises: what the engines failed with.
     """
     block_size = start.manifest.block_size if start else config.drafter.block_size
+    replay = replayable(replay, block_size=block_size)
     share = config.train.replay_share if replay else 0.0
     plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
     layer_ids = states.manifest.fingerprint.target_layer_ids
@@ -154,7 +156,7 @@ class StreamFeed:
         self._window: Window | None = None
         self._rows: dict[str, CachedRow] = {}
         self._seen: dict[str, int] = {}  # digest → hash of the ids that have it
-        self._twins: list[dict[str, Any]] = []
+        self._twins: list[dict[str, Any]] = []  # of all windows so far
         self._released = -1
         self._waited_s = 0.0
 
@@ -174,11 +176,12 @@ class StreamFeed:
         """Nothing: no row is seen again, so its anchors are always drawn uniformly."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing: what a step is dealt follows from the plan."""
-        return {}
+        """The rows that were left out as twins: nobody else knows of them. All else follows from the plan."""
+        return {"twins": list(self._twins)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Leave the same rows out."""
+        self._twins = list(state.get("twins", []))
 
     def wants_checkpoint(self, step: int) -> bool:
         """After a window's last step: its states hold the room that the window after the next one needs."""
@@ -192,8 +195,8 @@ class StreamFeed:
         self._window, self._rows = None, {}
         meet()
         if rank_and_world()[0] == 0:
-            self._queue.release(num_parts, rejects=self._twins)
-        self._released, self._twins = num_parts, []
+            self._queue.release(num_parts)
+        self._released = num_parts
 
     def figures(self) -> dict[str, float]:
         """How long training has waited for states so far: back-pressure the other way round."""
@@ -201,12 +204,13 @@ class StreamFeed:
 
     def outcome(self, num_steps: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
         """The rows that were trained on, counted, and the records of those that were not."""
-        rejects = [*self._queue.released().rejects, *self._rejects_of_open_window(num_steps)]
+        in_parts = [*self._queue.released().rejects, *self._rejects_of_open_window(num_steps)]
+        rejects = [*in_parts, *self._twins]
         kept_out = {reject["row_id"] for reject in rejects}
         return sum(row.row_id not in kept_out for row in self._plan.rows(num_steps)), rejects
 
     def _rejects_of_open_window(self, num_steps: int) -> list[dict[str, Any]]:
-        """Of the window that a run which stopped early leaves unreleased amid its steps."""
+        """Of the parts of the window that a run which stopped early leaves unreleased amid its steps."""
         if self._plan.parts_before(num_steps) == len(self._plan.expected):
             return []
         window = self._plan.window_of(num_steps)
@@ -214,19 +218,21 @@ class StreamFeed:
             return []
         if window is not self._window:  # a run that had stopped already was resumed
             self._take(window)
-        return [*self._queue.rejects_of(window.parts), *self._twins]
+        return self._queue.rejects_of(window.parts)
 
     def _take(self, window: Window) -> None:
         """Wait for a window's parts and open them. Raises: StageError when too many of their rows were kept out."""
         self._window, self._rows = None, {}
         self._waited_s += self._queue.wait_for(window.parts)
-        rejects = [*self._queue.released().rejects, *self._queue.rejects_of(window.parts)]
+        rejects = [*self._queue.released().rejects, *self._queue.rejects_of(window.parts), *self._twins]
         self._limit.require(Counter(str(reject["reason"]) for reject in rejects), self._plan.num_rows)
         rows = [row for part in window.parts for row in read_part(self._queue.folder, part)]
-        self._twins = self._find_twins(window.parts)
-        if twins := {twin["row_id"] for twin in self._twins}:
-            logger.warning("train: %d rows share their last state with another input, and are left out", len(twins))
-        self._rows = {row.row_id: row for row in rows if row.row_id not in twins}
+        known = {twin["row_id"] for twin in self._twins}
+        if found := [twin for twin in self._find_twins(window.parts) if twin["row_id"] not in known]:
+            logger.warning("train: %d rows share their last state with another input, and are left out", len(found))
+        self._twins += found
+        left_out = {twin["row_id"] for twin in self._twins}
+        self._rows = {row.row_id: row for row in rows if row.row_id not in left_out}
         self._window = window
 
     def _find_twins(self, parts: Sequence[int]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from drafter.anchors import legal_anchors
+from drafter.anchors import num_legal_anchors
 from drafter.feed import rows_per_step, total_weight
 from pipeline.artifacts import HiddenStateCache, ResponseSet
 from pipeline.config import Config, TrainConfig
@@ -74,6 +74,8 @@ class StreamPlan:
     """Part → bytes that its states take at most, in the order of training."""
     num_tokens: int
     """Of all rows of these parts, prompts and replies."""
+    num_short: int
+    """Train rows of the responses that are too short for a block, and left out."""
 
     @property
     def window_bytes(self) -> int:
@@ -119,8 +121,8 @@ def plan_stream(
 
     ``replay_share`` of each step's rows are left free for replayed ones.
 
-    Raises: ConfigError without a budget, or with one that the held-out rows fill; StageError when no row has room for a
-    block.
+    Raises: ConfigError without a budget, with one that the held-out rows fill, or with so few steps that none has a row
+    of its own; StageError when no row has room for a block.
     """
     num_parts = len(tables(responses.manifest.shards))
     parts = [_read_part(responses, part, block_size, config.train) for part in range(num_parts)]
@@ -143,13 +145,20 @@ def plan_stream(
         windows.append(Window(together, order, num_steps, ceil(len(rows) / streamed)))
         num_steps += windows[-1].num_steps
     taken = [part for window in windows for part in window.parts]
-    return StreamPlan(
+    plan = StreamPlan(
         windows=tuple(windows),
         num_steps=min(num_steps, config.train.steps),
         queue_bytes=queue_bytes,
         expected={part: expected[part] for part in taken},
         num_tokens=sum(sum(parts[part].train_lengths) for part in taken),
+        num_short=sum(len(part.train_lengths) - len(part.rows) for part in parts),
     )
+    if not plan.num_rows:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}: with {rows_per_step(config.train)} rows a step, {replay_share:.0%} "
+            "of them replayed, no step has one of the run's own; raise train.steps or train.blocks_per_step"
+        )
+    return plan
 
 
 def replies_of(responses: Artifact[ResponseSet], plan: StreamPlan) -> Iterator[Tensor]:
@@ -183,7 +192,7 @@ def _read_part(responses: Artifact[ResponseSet], part: int, block_size: int, con
     ):
         num_tokens = num_prompt_tokens + num_reply_tokens
         (found.train_lengths if split == "train" else found.heldout_lengths).append(num_tokens)
-        if split == "train" and len(legal_anchors(torch.arange(num_tokens) >= num_prompt_tokens, block_size)):
+        if split == "train" and num_legal_anchors(num_reply_tokens, block_size):
             weight = total_weight(num_served, num_reply_tokens, config, block_size)
             found.rows.append(PlannedRow(row_id, first + place, weight))
     return found

@@ -1,12 +1,14 @@
 """Hidden states and a starting drafter → DrafterCheckpoint: from a cache, or as the states are captured (a stream)."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from drafter import resume
 from drafter.checkpoint import files_of
+from drafter.mixed_feed import replayable
 from drafter.precision import compute_dtype
 from drafter.stream import remove_queue
 from drafter.trainer import TRAINED, Caches, device_here, train_in
@@ -14,6 +16,8 @@ from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet,
 from pipeline.config import Config
 from pipeline.errors import FingerprintError
 from pipeline.stages import Artifact, complete
+
+logger = logging.getLogger("slipstream")
 
 STAGE_VERSION = 2
 # What a training run means; the rest of the table is how it is executed.
@@ -40,15 +44,17 @@ def run(
     """The checkpoint with the best walk acceptance on the validation rows; cold where ``start`` is None.
 
     With ``responses`` the run is streamed: it trains on their train rows as somebody puts them into its queue, and
-    ``states`` holds the others. ``replay`` are earlier caches that ``train.replay_share`` of the rows come from.
+    ``states`` holds the others. ``replay`` are earlier caches that ``train.replay_share`` of the rows come from; one
+    without a row to train on is left out.
     ``execute(folder)`` runs ``train_in`` on that folder, in as many processes as it likes; None runs it here.
 
     Raises: StageError when no row can be trained on, or a warm start is not what it was when it was trained;
     DivergedError, which is one, when a gradient is not finite; FingerprintError when the caches and the starting
     drafter were made for different targets.
     """
-    config = resolved(config, replay)
     _require_one_target(states, start, replay)
+    replay = _with_rows(replay, block_size=start.manifest.block_size if start else config.drafter.block_size)
+    config = resolved(config, replay, is_streamed=responses is not None)
     parents = {"states": states.id, **({"start": start.id} if start else {})}
     parents |= {f"replay_{n + 1}": cache.id for n, cache in enumerate(replay)}
     # Replies that were removed and made anew under the same id are others to learn from.
@@ -94,11 +100,16 @@ def run(
     )
 
 
-def resolved(config: Config, replay: Caches) -> Config:
-    """The configuration of one run: what it computes in (auto: on this device), no share of replay without a cache."""
+def resolved(config: Config, replay: Caches, *, is_streamed: bool = False) -> Config:
+    """The configuration of one run: what it computes in (auto: on this device), no share of replay without a cache.
+
+    The anchors of streamed rows are always uniform; on-policy ones are those of replayed rows alone.
+    """
     settings = config.train
     dtype = compute_dtype(settings.compute, device_here())
     update = {"compute": str(dtype).removeprefix("torch."), "replay_share": settings.replay_share if replay else 0.0}
+    if is_streamed and not replay:
+        update["anchors"] = "uniform"
     return config.model_copy(update={"train": settings.model_copy(update=update)})
 
 
@@ -106,6 +117,17 @@ def _settings(config: Config) -> dict[str, Any]:
     """Those of [train] that change what comes out."""
     unused = {_UNUSED.get(config.train.loss), _UNUSED.get(config.train.anchors)} - {None}
     return config.train.model_dump(mode="json", exclude=_EXECUTION | unused)
+
+
+def _with_rows(replay: Caches, *, block_size: int) -> Caches:
+    """The caches that can be replayed; warns of the others."""
+    kept = replayable(replay, block_size=block_size)
+    for cache in replay:
+        if cache not in kept:
+            logger.warning(
+                "train: not replayed: %s holds no train row with room for a block of %d", cache.folder, block_size
+            )
+    return kept
 
 
 def _require_one_target(

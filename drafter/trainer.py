@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from drafter import resume
-from drafter.anchors import legal_anchors
+from drafter.anchors import num_legal_anchors
 from drafter.checkpoint import Kept, load_drafter, save_drafter
 from drafter.dataset import CachedRow, read_rows
 from drafter.feed import CachedFeed, Feed, rows_per_step
 from drafter.frozen import FrozenTarget, read_frozen
 from drafter.loop import train_loop
 from drafter.measurement import Validation, Walks
-from drafter.mixed_feed import MixedFeed
+from drafter.mixed_feed import MixedFeed, replayable
 from drafter.model import Drafter
 from drafter.precision import compute_dtype
 from drafter.processes import agreed, meet, rank_and_world
 from drafter.shape import DrafterShape
 from drafter.start import starting_drafter
-from drafter.start_check import doubt_of, recorded_rows, recorded_walk_check
+from drafter.start_check import doubt_of, recorded_walk_check, walk_again
 from drafter.stream import StreamFeed, queue_of
 from drafter.stream_plan import plan_stream
 from drafter.walk import WalkCounts, walk
@@ -43,10 +43,6 @@ _EXPORT_TOLERANCE, _EXPORT_DRAFTS = 0.1, 5
 Caches = Sequence[Artifact[HiddenStateCache]]
 
 
-class NothingToTrainOn(StageError):
-    """A cache without a row that could be trained on."""
-
-
 def train_in(
     folder: Path,
     config: Config,
@@ -63,12 +59,13 @@ def train_in(
     frozen = _on(device, read_frozen(config.target.model, dtype=compute_dtype(settings.compute, device)))
     drafter, kept = starting_drafter(config, frozen, states, start.folder if start else None)
     drafter = drafter.to(device)
+    replay = replayable(replay, block_size=drafter.shape.block_size)
     feed, num_short = _feed(folder, config, states, responses, replay, block_size=drafter.shape.block_size)
     validation = _validation(config, states, replay)
     check_start: Callable[[Walks], None] = lambda walks: None  # noqa: E731 - a cold start has nothing to compare with
-    if start is not None and not resume.saved_step(folder):
+    if start is not None and not agreed(resume.saved_step(folder)):
         check_start = _start_check(config, states, start, drafter, frozen, validation)
-    _warn(settings, device)
+    _warn(settings)
     progress = train_loop(drafter, frozen, feed, validation, settings, folder, check_start=check_start)
     if rank_and_world()[0] == 0:
         walked = _export(folder, kept, drafter.shape, progress, frozen, validation, states.id)
@@ -104,24 +101,26 @@ def _start_check(
     """What stops a run whose starting drafter is not what it was when it was measured."""
     where, recorded = f"drafter {start.id} ({start.folder})", start.manifest.walks
 
-    def elsewhere() -> dict[str, WalkCounts]:
-        rows_by_cache = recorded_rows(config, recorded)
-        return {name: agreed(walk(drafter, frozen, rows)[0]) for name, rows in rows_by_cache.items()}
+    def walk_over(rows: Sequence[CachedRow]) -> WalkCounts:
+        whole = load_drafter(start.folder)[0].to(frozen.head.device)  # the run's own may be sharded by now
+        return walk(whole, frozen, rows)[0]
 
-    doubt = doubt_of(drafter, frozen, validation.own, config.train, where=where)
+    def elsewhere() -> dict[str, WalkCounts]:
+        # By the first process alone: the others may not see the same caches, or fail where it doesn't.
+        return agreed(walk_again(config, recorded, walk_over) if rank_and_world()[0] == 0 else {})
+
+    doubt = agreed(doubt_of(drafter, frozen, validation.own, config.train, where=where))
     return recorded_walk_check(recorded, states.id, config.train, where=where, doubt=doubt, elsewhere=elsewhere)
 
 
-def _warn(settings: TrainConfig, device: torch.device) -> None:
-    """Say what makes a run slower than it need be."""
+def _warn(settings: TrainConfig) -> None:
+    """Say where workers have nothing to do."""
     rank, world = rank_and_world()
     if rank == 0 and world > (num_rows := rows_per_step(settings)):
         logger.warning(
             "train: %d workers share %d rows a step, so some never have one: raise train.blocks_per_step to %d or more",
             world, num_rows, world * settings.anchors_per_row,
         )  # fmt: skip
-    if rank == 0 and settings.compute == "bfloat16" and compute_dtype("auto", device) == torch.float32:
-        logger.warning("train: this hardware multiplies bfloat16 many times slower than float32 (train.compute)")
 
 
 def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[str, Any]]) -> None:
@@ -134,9 +133,7 @@ def _write(folder: Path, trained: Mapping[str, Any], rejects: Sequence[Mapping[s
 
 def trainable_rows(rows: Sequence[CachedRow], block_size: int) -> list[CachedRow]:
     """The rows that have at least one legal anchor; logs how many do not."""
-    usable = [
-        row for row in rows if len(legal_anchors(torch.arange(row.num_tokens) >= row.num_prompt_tokens, block_size)) > 0
-    ]
+    usable = [row for row in rows if num_legal_anchors(row.num_tokens - row.num_prompt_tokens, block_size) > 0]
     if len(usable) < len(rows):
         logger.info("train: %d of %d rows are too short for a block, left out", len(rows) - len(usable), len(rows))
     return usable
@@ -153,10 +150,11 @@ def _feed(
 ) -> tuple[Feed, int]:
     """The run's feed, and how many of its own rows are too short for a block."""
     num_short, settings = 0, config.train
-    caches = _replayed_rows(replay, config, block_size)
+    caches = {cache.id: _train_rows(cache, config, block_size)[0] for cache in replay}
     if responses is not None:
-        share = settings.replay_share if replay else 0.0
+        share = settings.replay_share if caches else 0.0
         plan = plan_stream(config, responses, states, block_size=block_size, replay_share=share)
+        num_short = plan.num_short
         own: Feed = StreamFeed(config, plan, queue_of(config, folder, plan), responses, block_size=block_size)
         if settings.anchors == "on_policy":
             logger.info("train: no row of a stream is seen again, so its anchors are drawn uniformly")
@@ -173,27 +171,16 @@ def _feed(
     return MixedFeed(own, list(caches.values()), settings, block_size=block_size), num_short
 
 
-def _replayed_rows(replay: Caches, config: Config, block_size: int) -> dict[str, list[CachedRow]]:
-    """Cache id → its rows; a cache that has none to train on is left out, since a run does without it, too."""
-    found = {}
-    for cache in replay:
-        try:
-            found[cache.id] = _train_rows(cache, config, block_size)[0]
-        except NothingToTrainOn as error:
-            logger.warning("train: not replayed: %s", error)
-    return found
-
-
 def _train_rows(states: Artifact[HiddenStateCache], config: Config, block_size: int) -> tuple[list[CachedRow], int]:
     if "train" not in states.manifest.splits:
-        raise NothingToTrainOn(
+        raise StageError(
             f"{states.folder}: holds the states of {', '.join(states.manifest.splits)} rows alone, as a streamed run "
             "leaves them; train on their responses with slipstream stream, or run slipstream capture first"
         )
     rows = read_rows(states, "train", staging_bytes=config.capture.staging_bytes)
     usable = trainable_rows(rows, block_size)
     if not usable:
-        raise NothingToTrainOn(
+        raise StageError(
             f"{states.folder}: no train row has room for a block of {block_size} in its reply; collect more traffic "
             "or use a smaller drafter.block_size"
         )

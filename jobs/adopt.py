@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 from jobs import attachments, preflight
 from jobs.registry import PASSED, Registry, data_tags
+from jobs.registry.stored import FILES
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, describe_file, package_versions, sha256_file
 from pipeline.config import Config
@@ -32,10 +33,7 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 
     Raises: ConfigError when the folder holds no drafter for this target, or another champion serves.
     """
-    from drafter.checkpoint import files_of
-
     folder = Path(folder).resolve()
-    names = files_of(folder)
     info = preflight.check(config, folder)
     fingerprint = target_fingerprint(
         config.target.model, dtype=config.target.dtype, target_layer_ids=info.target_layer_ids
@@ -43,14 +41,14 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
 
     def build(out: Path, derivation: str) -> DrafterCheckpoint:
         out.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        for name in FILES:
             shutil.copyfile(folder / name, out / name)
             fsync_file(out / name)
         return DrafterCheckpoint(
             derivation_id=derivation,
             parents={},
             fingerprint=fingerprint,
-            shards=tuple(describe_file(out / name) for name in names),
+            shards=tuple(describe_file(out / name) for name in FILES),
             versions=package_versions(),
             role="champion",
             block_size=info.block_size,
@@ -58,7 +56,7 @@ def run(config: Config, folder: Path) -> Artifact[DrafterCheckpoint]:
         )
 
     meaning = {
-        **{name: sha256_file(folder / name) for name in names if name != "model.safetensors"},
+        "config.json": sha256_file(folder / "config.json"),
         "weights": info.sha256,
         "target": fingerprint.model_dump(mode="json"),
     }

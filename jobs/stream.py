@@ -45,12 +45,20 @@ def run(
     ``replay`` names caches that rows are replayed of, beside the general states. Engines that are handed over must have
     been made for these layers.
 
-    Raises: ConfigError without capture.max_bytes; StageError with what ended the engines, where they end the run.
+    Raises: ConfigError without capture.max_bytes; StageError with what ended the engines, where they end the run; at
+    once, as ``train.to_replay``, where what is named isn't there.
     """
+    named = train.named_caches(config, replay)
     engines = engines or EnginePool(config, target_layer_ids=target_layer_ids)
-    states = held_out(config, responses, target_layer_ids=target_layer_ids, engines=engines)
-    caches = train.to_replay(config, states, role=role, named=replay)
-    return states, train_on(config, responses, states, start=start, role=role, replay=caches, engines=engines)
+    held = [stages.hold_for_reading(cache.folder) for cache in named]  # else capture may remove them to make room
+    try:
+        states = held_out(config, responses, target_layer_ids=target_layer_ids, engines=engines)
+        caches = train.to_replay(config, states, role=role, named=[cache.id for cache in named])
+        trained = train_on(config, responses, states, start=start, role=role, replay=caches, engines=engines)
+    finally:
+        for file in filter(None, held):
+            file.close()
+    return states, trained
 
 
 def held_out(

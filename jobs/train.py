@@ -9,7 +9,7 @@ ray job submit --working-dir . -- python jobs/train.py --config slipstream.toml
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
-from pipeline.errors import ConfigError, SchemaError
+from pipeline.errors import ConfigError, FingerprintError, SchemaError
 from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
@@ -85,18 +85,16 @@ def to_replay(
 ) -> list[Artifact[HiddenStateCache]]:
     """The caches that a run on these states replays rows of: the general states, and those that are named.
 
-    ``named`` are names of current.json, or ids. A control learns from the general states anyway.
+    ``named`` are names of current.json, or ids. A control learns from the general states anyway. General states of
+    another target or other layers are left out with a warning: nobody asked for them.
 
     Raises: ConfigError when something is named and train.replay_share is 0; StageError or SchemaError when what is
     named isn't there.
     """
-    names = stages.current_names(config.root)
-    caches = [stages.open_artifact(config.root, HiddenStateCache, names.get(name, name)) for name in named]
-    if named and not config.train.replay_share:
-        raise ConfigError(f"--replay {' '.join(named)} needs train.replay_share above 0")
+    caches = named_caches(config, named)
     if not config.train.replay_share:
         return []
-    if role == "challenger" and (general := _general_states(config, names)) is not None:
+    if role == "challenger" and (general := _general_states(config, states)) is not None:
         caches.insert(0, general)
     caches = list({cache.id: cache for cache in caches if cache.id != states.id}.values())
     if not caches:
@@ -104,15 +102,33 @@ def to_replay(
     return caches
 
 
-def _general_states(config: Config, names: Mapping[str, str]) -> Artifact[HiddenStateCache] | None:
-    """The cache of `slipstream init-drafter`, where there is one."""
-    if (general := names.get("general-states")) is None:
+def named_caches(config: Config, named: Sequence[str]) -> list[Artifact[HiddenStateCache]]:
+    """The caches of these names of current.json, or ids. Raises: as ``to_replay``."""
+    names = stages.current_names(config.root)
+    if named and not config.train.replay_share:
+        raise ConfigError(f"--replay {' '.join(named)} needs train.replay_share above 0")
+    return [stages.open_artifact(config.root, HiddenStateCache, names.get(name, name)) for name in named]
+
+
+def _general_states(config: Config, states: Artifact[HiddenStateCache]) -> Artifact[HiddenStateCache] | None:
+    """The cache of `slipstream init-drafter`, where there is one that fits to these states."""
+    if (name := stages.current_names(config.root).get("general-states")) is None:
         return None
     try:
-        return stages.open_artifact(config.root, HiddenStateCache, general)
-    except SchemaError as error:
+        general = stages.open_artifact(config.root, HiddenStateCache, name)
+        _require_same_target(general, states)
+    except (SchemaError, FingerprintError) as error:
         logger.warning("train: the general states are not replayed: %s", error)
         return None
+    return general
+
+
+def _require_same_target(cache: Artifact[HiddenStateCache], states: Artifact[HiddenStateCache]) -> None:
+    ours, theirs = states.manifest, cache.manifest
+    if theirs.fingerprint and ours.fingerprint:
+        theirs.fingerprint.require_same(ours.fingerprint, where=f"{cache.folder}, {states.folder}")
+    if theirs.hidden_size != ours.hidden_size:
+        raise FingerprintError(f"{cache.folder}: states of {theirs.hidden_size} channels, not {ours.hidden_size}")
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -191,7 +191,7 @@ class TrainConfig(Frozen):
     sampled ones that stand for all others, anew each step; several times faster where the head dominates."""
     warmup_share: float = Field(0.04, ge=0, lt=1)
     grad_clip: float = Field(1.0, gt=0)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     checkpoint_every: int = Field(100, gt=0)
     """Steps between resumable checkpoints, which are also the walk measurements."""
     walk_rows: int = Field(48, gt=0)

@@ -157,11 +157,10 @@ class StateQueue:
         """The rows of these committed parts that were rejected."""
         return [one for index in parts for one in read_part(part_path(self.folder, index)).rejects]
 
-    def release(self, num_parts: int, *, rejects: Sequence[dict[str, Any]] = ()) -> None:
+    def release(self, num_parts: int) -> None:
         """Remove the first so many parts. Only when a durable checkpoint covers every row of them.
 
-        ``rejects`` are rows that whoever took the parts out has left out of them. Parts that are not here, since
-        somebody removed the queue, are taken for done with, too.
+        Parts that are not here, since somebody removed the queue, are taken for done with, too.
         """
         with self._locked():
             before = self.released()
@@ -171,7 +170,7 @@ class StateQueue:
                 counts = Counter(before.counts)
                 for part in parts:
                     counts.update(part.counts)
-                rejects = (*before.rejects, *(reject for part in parts for reject in part.rejects), *rejects)
+                rejects = (*before.rejects, *(reject for part in parts for reject in part.rejects))
                 after = Released(parts=num_parts, counts=dict(counts), rejects=rejects)
                 write_durably(self.folder / "released.json", after.model_dump_json().encode())
             # Whatever a release that was killed has left, too: it would take the room of what comes.

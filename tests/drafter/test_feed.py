@@ -8,8 +8,10 @@ import pytest
 import torch
 import toys
 
+from drafter.dataset import read_rows
 from drafter.feed import CachedFeed, Dealer
 from drafter.mixed_feed import MixedFeed
+from pipeline.errors import StageError
 
 
 def rows_of(name, count, *, num_tokens=40):
@@ -61,6 +63,29 @@ def test_a_resumed_feed_deals_what_a_straight_one_deals(stopped_at, anchors, tmp
     interrupted += go(second, range(stopped_at, 12))
     assert interrupted == straight
     assert Counter(row_id for step in straight for row_id, _ in step) == {f"own-{n}": 3 for n in range(8)}
+
+
+@pytest.mark.parametrize("anchors", ["uniform", "on_policy"])
+def test_a_feed_goes_on_with_the_rows_that_its_state_is_of_and_with_no_others(anchors, tmp_path):
+    config, rows = settings(tmp_path, anchors=anchors), rows_of("own", 8)
+
+    def feed(rows):
+        return CachedFeed(rows, config, block_size=4)
+
+    def cached(shard_bytes):
+        cache = toys.cache(tmp_path / str(shard_bytes), [("train", row) for row in rows], shard_bytes=shard_bytes)
+        return read_rows(cache, "train")
+
+    state = feed(cached(1 << 28)).state()
+    feed(cached(1 << 28)).restore(state)
+    for others in (rows[:7], rows_of("own", 9), rows[::-1], cached(5000)):
+        with pytest.raises(StageError, match=r"captured again meanwhile.*resume\.pt"):
+            feed(others).restore(state)
+
+
+def test_a_mixed_feed_goes_on_with_the_caches_that_its_state_is_of(tmp_path):
+    with pytest.raises(StageError, match=r"2 caches are replayed.*resume\.pt"):
+        mixed(tmp_path, [5, 3]).restore(mixed(tmp_path, [5]).state())
 
 
 def test_a_row_counts_as_often_as_it_was_served_up_to_the_cap(tmp_path):

@@ -1,8 +1,11 @@
 import math
+import weakref
 
 import pytest
 import torch
+import toys
 
+from drafter import processes
 from drafter.muon import Muon
 from drafter.optim import Optimizer, learning_rate_scale
 
@@ -69,6 +72,26 @@ def test_a_loaded_state_goes_on_as_if_never_stopped():
     for i in range(3, 6):
         step(resumed, second, i)
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def test_no_process_but_the_first_keeps_a_whole_tensor_while_the_next_is_gathered(monkeypatch):
+    model, asked = toys.drafter(dtype=torch.float32), []
+    optimizer = Optimizer(model.named_parameters(), kind="muon", learning_rate=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1.0)
+
+    def whole(tensor):
+        assert not any(earlier() is not None for earlier in asked)
+        found = tensor.clone()
+        asked.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(processes, "whole", whole)
+    monkeypatch.setattr(processes, "rank_and_world", lambda: (1, 2))
+    assert not processes.whole_state(model) and not any(optimizer.state_dict().values())
+    names, matrices = len(list(model.parameters())), sum(p.dim() == 2 for p in model.parameters())
+    assert len(asked) == names + matrices + 3 * (names - matrices), "Muon keeps one state, AdamW three"
 
 
 def test_matrices_go_to_muon_and_gains_to_adamw():

@@ -6,11 +6,16 @@ import pytest
 from drafter.order import Order
 
 
+def dealt_in(order, step, num_rows):
+    """What a step of so many rows is dealt."""
+    return order.dealt(range(step * num_rows, (step + 1) * num_rows))
+
+
 @pytest.mark.parametrize(("num_rows", "rows_per_step"), [(8, 2), (7, 3), (3, 8), (5, 5)])
 def test_every_epoch_deals_each_row_once(num_rows, rows_per_step):
-    order = Order(num_rows, rows_per_step, seed=3)
+    order = Order(num_rows, seed=3)
     steps = 3 * num_rows  # whole epochs: 3 * rows_per_step of them
-    dealt = [pick for step in range(steps) for pick in order.rows_of(step)]
+    dealt = [pick for step in range(steps) for pick in dealt_in(order, step, rows_per_step)]
     assert [epoch for epoch, _ in dealt] == sorted(epoch for epoch, _ in dealt)
     assert Counter(dealt) == {(e, r): 1 for e in range(3 * rows_per_step) for r in range(num_rows)}
     orders = {tuple(r for e, r in dealt if e == epoch) for epoch in range(3 * rows_per_step)}
@@ -20,16 +25,17 @@ def test_every_epoch_deals_each_row_once(num_rows, rows_per_step):
 @pytest.mark.parametrize("stopped_at", [4, 6], ids=["at an epoch's end", "amid an epoch"])
 def test_a_resumed_run_sees_the_rows_that_a_straight_run_sees(stopped_at):
     # 8 rows, 2 a step, 3 epochs: 12 steps
-    straight = [Order(8, 2, seed=1).rows_of(step) for step in range(12)]
-    resumed = [Order(8, 2, seed=1).rows_of(step) for step in range(stopped_at)]
-    resumed += [Order(8, 2, seed=1).rows_of(step) for step in range(stopped_at, 12)]
+    order, before, after = (Order(8, seed=1) for _ in range(3))
+    straight = [dealt_in(order, step, 2) for step in range(12)]
+    resumed = [dealt_in(before, step, 2) for step in range(stopped_at)]
+    resumed += [dealt_in(after, step, 2) for step in range(stopped_at, 12)]
     assert resumed == straight
     assert Counter(row for step in straight for _, row in step) == {row: 3 for row in range(8)}
     assert {epoch for epoch, _ in straight[4]} == {1}
 
 
 def test_another_seed_is_another_order():
-    assert [Order(20, 20, seed=0).rows_of(0)] != [Order(20, 20, seed=1).rows_of(0)]
+    assert Order(20, seed=0).dealt(range(20)) != Order(20, seed=1).dealt(range(20))
 
 
 SHARDS = [5, 1, 7, 3, 9, 2, 6, 4, 8, 5]  # 50 rows
@@ -41,17 +47,16 @@ def shard_of(row):
 
 @pytest.mark.parametrize("window", [1, 4, 7, 10, 49, 50, 1000])
 def test_with_shards_and_a_window_every_epoch_still_deals_each_row_once(window):
-    order = Order(50, 3, seed=4, shards=SHARDS, window=window)
-    dealt = [pick for step in range(50) for pick in order.rows_of(step)]
+    dealt = Order(50, seed=4, shards=SHARDS, window=window).dealt(range(150))
     assert Counter(dealt) == {(e, r): 1 for e in range(3) for r in range(50)}
     assert len({tuple(r for e, r in dealt if e == epoch) for epoch in range(3)}) == 3
 
 
 def test_a_window_reaches_over_shards_that_follow_each_other_and_no_further():
-    order = Order(50, 50, seed=4, shards=SHARDS, window=10)
+    order = Order(50, seed=4, shards=SHARDS, window=10)
     firsts = set()
     for epoch in range(20):
-        rows = [row for _, row in order.rows_of(epoch)]
+        rows = [row for _, row in dealt_in(order, epoch, 50)]
         windows = [{shard_of(row) for row in rows[start : start + 10]} for start in range(0, 50, 10)]
         # A shard lies in windows that are neighbours: read once, and never again in the epoch.
         for shard in range(len(SHARDS)):
@@ -63,38 +68,30 @@ def test_a_window_reaches_over_shards_that_follow_each_other_and_no_further():
 
 
 def test_up_to_a_window_of_rows_are_shuffled_as_if_there_were_no_shards():
-    plain = Order(50, 7, seed=9)
-    windowed = Order(50, 7, seed=9, shards=SHARDS, window=50)
-    assert [plain.rows_of(step) for step in range(30)] == [windowed.rows_of(step) for step in range(30)]
-    firsts = Counter(shard_of(Order(50, 1, seed, shards=SHARDS).rows_of(0)[0][1]) for seed in range(300))
+    plain = Order(50, seed=9)
+    windowed = Order(50, seed=9, shards=SHARDS, window=50)
+    assert plain.dealt(range(210)) == windowed.dealt(range(210))
+    firsts = Counter(shard_of(Order(50, seed, shards=SHARDS).dealt(range(1))[0][1]) for seed in range(300))
     assert set(firsts) == set(range(len(SHARDS)))
 
 
 def test_a_step_is_the_same_whenever_and_in_whatever_order_it_is_asked_for():
     settings = {"shards": SHARDS, "window": 8}
-    straight = [Order(50, 6, 2, **settings).rows_of(step) for step in range(40)]
-    order = Order(50, 6, 2, **settings)
-    assert [order.rows_of(step) for step in reversed(range(40))] == straight[::-1]
-    assert [order.rows_of(step) for step in (39, 0, 20, 8, 39)] == [straight[step] for step in (39, 0, 20, 8, 39)]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_any_number_of_workers_share_out_a_step_without_gap_or_overlap(world):
-    order = Order(50, 6, seed=2, shards=SHARDS, window=8)
-    for step in range(9):
-        shares = [order.rows_of(step)[rank::world] for rank in range(world)]
-        assert Counter(pick for share in shares for pick in share) == Counter(order.rows_of(step))
+    straight = [dealt_in(Order(50, 2, **settings), step, 6) for step in range(40)]
+    order = Order(50, 2, **settings)
+    assert [dealt_in(order, step, 6) for step in reversed(range(40))] == straight[::-1]
+    assert [dealt_in(order, step, 6) for step in (39, 0, 20, 8, 39)] == [straight[step] for step in (39, 0, 20, 8, 39)]
 
 
 def test_a_million_rows_are_ordered_once_an_epoch():
-    order = Order(1_000_000, 8, seed=0, shards=[64] * 15_625)
-    order.rows_of(0)
+    order = Order(1_000_000, seed=0, shards=[64] * 15_625)
+    dealt_in(order, 0, 8)
     started = time.perf_counter()
     for step in range(1, 1001):
-        order.rows_of(step)
+        dealt_in(order, step, 8)
     assert time.perf_counter() - started < 2, "a thousand steps; ordering a million rows anew each step takes minutes"
 
 
 def test_shards_that_are_not_all_rows_are_refused():
     with pytest.raises(ValueError, match="shards of 50 rows together, expected 51"):
-        Order(51, 1, seed=0, shards=SHARDS)
+        Order(51, seed=0, shards=SHARDS)

@@ -81,10 +81,17 @@ REFUSED = {
     "unknown": ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral': known kinds: default, linear"),
     "a rope a kind of layer": ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "reads one for all"),
     "no theta": ({"rope_theta": None}, "neither rope_theta"),
+    "theta where it is not read": (
+        {"rope_theta": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5.0}},
+        "rope_parameters.rope_theta is not read beside rope_scaling",
+    ),
     "two thetas": ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta = 100.0, but"),
     "two scalings": ({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 4.0}}, "keep one"),
     "a setting that is lost": ({"rope_scaling": YARN, "rope_parameters": {"beta_fast": 4.0}}, "beta_fast.*not read"),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "'linear' has no factor"),
+    "telechat without a factor": ({"rope_parameters": {"rope_type": "telechat3-yarn"}}, "'yarn' has no factor"),
+    "null": ({"rope_parameters": {**YARN, "factor": None}}, "'yarn' has no factor"),
+    "text": ({"rope_parameters": {**YARN, "factor": "4"}}, "'factor': '4'.*positive numbers"),
     "a whole factor": ({"rope_parameters": {"rope_type": "linear", "factor": 4}}, r"factor 4, vLLM wants 4\.0"),
     "a short table": ({"rope_parameters": YARN, "max_position_embeddings": 257}, "knows 256 positions"),
     "an odd size": ({"partial_rotary_factor": 0.5}, "3 of 6 dimensions"),
@@ -145,12 +152,24 @@ def test_the_targets_original_length_is_written_out_where_its_config_leaves_it_a
     assert shape.rope.parameters["original_max_position_embeddings"] == 2048
 
 
+def test_yarn_of_a_target_without_a_factor_has_transformers_own():
+    rope = cold(target(rope_scaling={**LONG, "factor": None})).rope
+    assert (rope.kind, rope.parameters["factor"]) == ("yarn", 16.0), "32768 positions of 2048"
+
+
+def test_of_a_rope_for_each_kind_of_layer_a_new_drafter_takes_that_of_the_layers_that_see_everything():
+    linear, local = {"rope_type": "linear", "factor": 8.0}, {"rope_type": "default", "rope_theta": 5.0}
+    nested = {"full_attention": {**linear, "rope_theta": 100.0}, "sliding_attention": local}
+    assert cold(target(rope_parameters=nested)).rope == cold(target(rope_scaling=linear)).rope
+    assert cold(target(rope_parameters=nested), keeps_rope_scaling=False).rope == Rope(theta=100.0, rotary_dim=6)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
         {"rope_type": "default", "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5},
-        {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}, "sliding_attention": {}},
+        {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}, "sliding_attention": {}},
     ],
     ids=["longrope", "image positions", "a rope a kind of layer"],
 )

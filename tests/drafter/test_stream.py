@@ -79,7 +79,20 @@ def test_the_plan_knows_what_its_rows_weigh_in_the_loss(tmp_path):
     responses = streams.response_set(config, [*rows, streams.response(9, "validation"), streams.response(10, "gate")])
     plan = plan_stream(config, responses, streams.held_out(config, responses), block_size=4)
     # four anchors at most; a reply of five tokens has room for two, one of two tokens for none
-    assert plan.mean_weight == (4 * 1 + 2 * 3 + 4 * 16) / 3
+    assert plan.mean_weight == (4 * 1 + 2 * 3 + 4 * 16) / 3 and plan.num_short == 1
+
+
+def test_rows_too_short_for_a_block_are_counted_whatever_parts_they_are_in(tmp_path):
+    short = [streams.response(100 + n, num_tokens=6) for n in range(3)]
+    trained = streams.run(streams.config_of(tmp_path, steps=2), [*short, *streams.corpus()])
+    assert trained.manifest.counts["too_short"] == 3
+
+
+def test_a_stream_in_which_no_step_has_a_row_of_its_own_is_refused(site):
+    config = streams.config_of(site, steps=1, blocks_per_step=4)
+    responses = streams.response_set(config, streams.corpus())
+    with pytest.raises(ConfigError, match=r"train\.steps = 1: with 1 rows a step, 10% of them replayed, no step"):
+        plan_stream(config, responses, streams.held_out(config, responses), block_size=4, replay_share=0.1)
 
 
 def test_a_part_is_held_only_while_steps_may_still_ask_for_it(site):
@@ -264,6 +277,27 @@ def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, 
     assert trained.manifest.counts["train_rows"] == len(seen)
 
 
+def test_a_kill_between_a_checkpoint_and_its_release_forgets_no_row_that_was_left_out(tmp_path, monkeypatch):
+    config = streams.config_of(tmp_path, checkpoint_every=1000, capture_settings={"max_reject_share": 0.1})
+    twins = {row.row_id for row in plan_of(config).windows[0].rows[:2]}
+
+    def states(row_id, ids):
+        words = engines.code(row_id, ids)
+        if row_id in twins:
+            words[-1] = 0x3F82
+        return words
+
+    engines = streams.CodeEngines(states=states)
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):
+        patch.setattr(stream.StreamFeed, "covered", lambda self, step: step and pytest.fail("killed"))
+        streams.run(config, engines=engines)
+    trained = streams.run(config, engines=engines)
+    assert trained.manifest.rejects == {"duplicate_states": 2}
+    assert trained.manifest.counts["train_rows"] == len(train_rows(streams.corpus())) - 2
+    rejects = map(json.loads, (trained.folder / "rejects.jsonl").read_text().splitlines())
+    assert {reject["row_id"] for reject in rejects} == twins
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["at once", "killed before it was written down"])
 def test_a_run_that_stops_amid_a_window_counts_what_it_was_kept_from(is_killed, tmp_path, monkeypatch):
     settings = {"patience": 1, "checkpoint_every": 2, "learning_rate": 1e-12}
@@ -322,6 +356,24 @@ def test_a_streamed_drafter_names_the_responses_and_a_change_of_their_order_is_a
     assert streams.run(config).id == trained.id
     assert streams.run(streams.config_of(tmp_path, steps=2, max_bytes=450_000)).id != trained.id
     assert train.run(config, cached(config, responses), start=None, role="champion").id != trained.id
+
+
+def test_of_a_stream_the_anchors_mean_something_only_where_rows_are_replayed(tmp_path, monkeypatch):
+    earlier, meanings = toys.cache(tmp_path, [("train", toys.row(30, 3))], fingerprint=None), []
+    monkeypatch.setattr(train, "complete", lambda *a, **named: meanings.append(named["meaning"]))
+    for replay in ([], [earlier]):
+        for settings in ({}, {"anchors": "on_policy"}, {"anchors": "on_policy", "uniform_share": 0.5}):
+            streams.run(streams.config_of(tmp_path, **settings), replay=replay)
+    assert meanings[0] == meanings[1] == meanings[2]
+    assert meanings[3] != meanings[4] != meanings[5] != meanings[3]
+
+
+def test_a_stream_leaves_no_room_for_a_cache_that_has_nothing_to_replay(tmp_path):
+    config = streams.config_of(tmp_path, blocks_per_step=20, replay_share=0.5)
+    short = toys.cache(tmp_path, [("train", toys.row(20, 18))], fingerprint=None)
+    trained = streams.run(config, replay=[short])
+    assert trained.manifest.parents.keys() == {"states", "responses"}
+    assert trained.manifest.counts["steps"] == plan_of(config).num_steps
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

@@ -139,6 +139,54 @@ def test_what_an_interrupted_run_left_and_cannot_be_used_is_named_with_the_next_
         train_rows(model, frozen, rows, config, tmp_path)
 
 
+def test_no_process_goes_on_before_all_of_them_see_the_same_checkpoint(tmp_path, monkeypatch):
+    frozen, rows, config = toys.frozen(dtype=torch.float32), [toys.counting_row(3, 18, 3)], toys.config(tmp_path).train
+
+    def trained():
+        return train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+
+    others, asked = [None, 6, 8], []
+    trained()
+    monkeypatch.setattr(resume, "gathered", lambda mine: [others[min(len(asked), 2)], asked.append(mine) or mine])
+    assert trained().step == 8 and asked == [8, 8, 8], "the other process came to see it, too"
+    monkeypatch.setattr(resume, "gathered", lambda mine: [None, mine])
+    monkeypatch.setattr(resume, "VISIBLE_WITHIN_S", 0.1)
+    with pytest.raises(StageError, match=r"resume\.pt: .* \(by rank: none, step 8\)"):
+        trained()
+
+
+def test_without_the_optimisers_state_a_run_says_so_and_goes_on_at_its_step(tmp_path, monkeypatch, caplog):
+    frozen, rows = toys.frozen(dtype=torch.float32), [toys.counting_row(3, 18, 3)]
+    config, taken, step = toys.config(tmp_path, warmup_share=0.25).train, [], Optimizer.step
+
+    def stepping(self, scale):
+        step(self, scale)
+        taken.append(scale)
+        if len(taken) == 5:
+            raise Killed
+
+    monkeypatch.setattr(Optimizer, "step", stepping)
+    with pytest.raises(Killed):
+        train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    state = torch.load(tmp_path / "resume.pt", weights_only=True)
+    del state["optimizer"]
+    torch.save(state, tmp_path / "resume.pt")
+    progress = train_rows(toys.drafter(dtype=torch.float32), frozen, rows, config, tmp_path)
+    assert "has no state of this optimiser" in caplog.text and "learning rate go on at step 4" in caplog.text
+    # of 8 steps 2 are the warm-up: the checkpoint is of step 4, a third of the way down the cosine
+    assert taken[5:] == pytest.approx([(1 + math.cos(math.pi * n / 6)) / 2 for n in range(2, 6)])
+    assert [point["step"] for point in progress.curve] == [0, 2, 4, 6, 8]
+
+
+def test_what_a_kill_left_amid_a_write_is_not_in_the_finished_folder(tmp_path):
+    finished = {"model.safetensors", "config.json", "trained.json"}
+    left = {"resume.pt", "best-4.pt", ".best-6.pt.tmp", ".model.safetensors.77.tmp", ".workers-1f"}
+    for name in finished | left:
+        (tmp_path / name).touch()
+    resume.remove(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == finished
+
+
 EVERYTHING = {
     "anchors": "on_policy", "replay_share": 0.3, "blocks_per_step": 16, "steps": 12, "checkpoint_every": 3,
     "warmup_share": 0.25, "patience": 3, "sampled_vocabulary": 8,
@@ -459,13 +507,40 @@ def test_a_start_is_compared_on_the_states_that_it_was_measured_on_where_they_ar
         train.run(config, states(site, **changed), start=other, role="challenger")
 
 
-def test_workers_without_a_row_and_a_slow_precision_are_told_of(tmp_path, caplog, monkeypatch):
+def test_states_elsewhere_that_cannot_be_read_any_more_stop_no_run(site, caplog, monkeypatch):
+    def expired(*arguments):
+        raise StageError("the object has expired")
+
+    start = start_from(site)
+    monkeypatch.setattr(trainer, "walk", expired)
+    train.run(toys.config(site), states(site, derivation="other"), start=start, role="challenger")
+    assert "not compared on cache: the object has expired" in caplog.text and "no walk on record" in caplog.text
+
+
+def test_what_the_first_process_finds_of_a_start_counts_for_all(site, monkeypatch):
+    start, config = start_from(site), toys.config(site, compute="float32")
+    walk = start.manifest.walks["cache"]
+    recorded = WalkCounts(**{name: walk[name] for name in vars(WalkCounts())})
+    monkeypatch.setattr(trainer, "doubt_of", lambda *a, **named: None)
+    monkeypatch.setattr(trainer, "walk_again", lambda *a: pytest.fail("the second process walked alone"))
+    monkeypatch.setattr(trainer, "rank_and_world", lambda: (1, 2))
+
+    def check(found):
+        said = iter(["worse than a uniform guess", found])
+        monkeypatch.setattr(trainer, "agreed", lambda mine: next(said))
+        other, frozen = states(site, derivation="other"), toys.frozen()
+        walks = measurement.Walks(recorded, {}, {})
+        trainer._start_check(config, other, start, toys.drafter(), frozen, Validation([]))(walks)
+
+    check({"cache": recorded})
+    with pytest.raises(StageError, match="worse than a uniform guess"):
+        check({})
+
+
+def test_workers_without_a_row_are_told_of(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(trainer, "rank_and_world", lambda: (0, 4))
-    monkeypatch.setattr(trainer, "compute_dtype", lambda *a: torch.float32)
-    config = toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32, compute="bfloat16").train
-    trainer._warn(config, torch.device("cpu"))
+    trainer._warn(toys.config(tmp_path, blocks_per_step=64, anchors_per_row=32).train)
     assert "4 workers share 2 rows" in caplog.text and "blocks_per_step to 128" in caplog.text
-    assert "bfloat16 many times slower" in caplog.text
 
 
 def test_rows_without_room_for_a_block_are_left_out_and_counted(site):
@@ -511,6 +586,8 @@ def test_a_replayed_cache_without_a_row_to_train_on_is_left_out_and_the_run_goes
     held_out = Artifact(held_out.folder, held_out.manifest.model_copy(update={"splits": ("validation", "gate")}))
     trained = train.run(toys.config(site), states(site), start=None, role="champion", replay=[short, held_out])
     assert trained.manifest.counts["train_rows"] == 6 and trained.manifest.counts["empty_steps"] == 0
+    assert trained.manifest.parents == {"states": "cache"} and trained.manifest.walks.keys() == {"cache"}
+    assert trained.manifest.config["replay_share"] == 0
     assert "not replayed: " in caplog.text and "too-short" in caplog.text and "held-out" in caplog.text
 
 

@@ -1,19 +1,20 @@
 """What a run replays, and that lineage knows the rows of it."""
 
+import functools
 import shutil
 
 import pytest
 
-from jobs import attachments, lineage, model_card
+from jobs import attachments, lineage, model_card, stream
 from jobs.adopt import first_champion
 from jobs.registry import Registry
 from jobs.train import to_replay
-from pipeline import stages
-from pipeline.artifacts import HiddenStateCache
+from pipeline import disk, stages
+from pipeline.artifacts import HiddenStateCache, commit
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SchemaError
 from tests.jobs.checkpoints import as_checkpoint
-from tests.jobs.verdicts import make_data
+from tests.jobs.verdicts import FINGERPRINT, make_data
 
 
 @pytest.fixture
@@ -55,6 +56,38 @@ def test_general_states_that_were_removed_are_not_replayed_and_said_to_be(config
     stages.set_current(config.root, "general-states", states(config, "general"))
     shutil.rmtree(config.root / "states" / "general-states")
     assert replayed(config) == [] and "the general states are not replayed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": 16}, {"fingerprint": FINGERPRINT.model_copy(update={"target_layer_ids": (0, 2)})}],
+    ids=["another width", "other layers"],
+)
+def test_general_states_that_do_not_fit_are_left_out_unless_they_are_named(config, caplog, change):
+    general = states(config, "general")
+    commit(general.folder, general.manifest.model_copy(update=change))
+    stages.set_current(config.root, "general-states", general)
+    assert replayed(config) == [] and "the general states are not replayed" in caplog.text
+    assert replayed(config, named=["general-states"]) == ["general-states"], "training says why it cannot"
+
+
+def test_a_streamed_run_keeps_what_is_to_be_replayed_and_looks_it_up_before_it_captures(config, monkeypatch):
+    own, captured, taken = states(config, "mails"), [], []
+
+    def held_out(config, responses, **named):
+        captured.append(disk.sweep(config.root, max_bytes=0, ttl_hours=None))
+        return own
+
+    monkeypatch.setattr(stream, "held_out", held_out)
+    monkeypatch.setattr(stream, "train_on", lambda *a, replay, **named: taken.extend(replay))
+    run = functools.partial(stream.run, config, None, start=None, target_layer_ids=(1,), engines=object())
+    with pytest.raises(SchemaError, match="no complete states artifact"):
+        run(replay=["older-states", "nowhere"])
+    assert not captured
+    run(replay=["older-states"])
+    assert [cache.id for cache in taken] == ["older-states"]
+    assert sorted(captured[0]) == ["general-states", "mails-states"], "what went to make room"
+    assert disk.sweep(config.root, max_bytes=0, ttl_hours=None) == ["older-states"], "it is let go"
 
 
 def test_lineage_knows_the_replayed_rows_and_their_data(config, tiny):

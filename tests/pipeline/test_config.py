@@ -49,6 +49,8 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("train.learning_rate=inf", ["train.learning_rate", "finite"]),
         ("train.warm_start_tolerance=inf", ["train.warm_start_tolerance", "finite"]),
         ("train.decay_gamma=0", ["train.decay_gamma", "greater than 0"]),
+        ("train.seed=-1", ["train.seed", "greater than or equal to 0"]),
+        ("train.seed=4294967296", ["train.seed", "less than 4294967296"]),
         ("train.dpace_alpha=3", ["train.dpace_alpha", "less than or equal to 1"]),
     ],
 )

