@@ -173,7 +173,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.equal_time import Held, Side, final, tuned
     from bench.oracles.peer_environment import SPECULATORS
     from bench.oracles.served_pairs import accepted_per_step, accepted_ratio, checkpoint, served
-    from bench.oracles.trainer_speed import fastest_of_all
+    from bench.oracles.trainer_speed import fastest_of_all, with_train
     from drafter.dataset import read_rows
     from drafter.frozen import read_frozen
     from drafter.start import new_drafter
@@ -189,8 +189,10 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         trainable_rows(read_rows(found.states, "train"), block)[:3],
     )
     peer = fastest_of_all(SPECULATORS, ground, small=setting.small)
-    sides = (Side("ours", ground, held, None), Side("speculators", ground, held, peer))
-    rates, batches = ((2e-3,), (64,)) if setting.small else ((1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), (64, 256))
+    ground = with_train(ground, anchors_per_row=16)
+    sampled = with_train(ground, sampled_vocabulary=64 if setting.small else 2048)  # which speculators cannot
+    sides = (Side("ours", sampled, held, None), Side("speculators", ground, held, peer))
+    rates, batches = ((2e-3,), (64,)) if setting.small else ((4e-3, 8e-3, 1.6e-2, 3.2e-2), (32, 64))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}
     ratios, lows, notes, same = [], [], [], 1.0
     for seed in range(setting.seeds):
@@ -204,7 +206,7 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         accepted = {role: round(accepted_per_step(rows, role), 3) for role in drafters}
         notes.append({"seed": seed, "ours": ours.told(), "theirs": theirs.told(), "served": accepted})
     note = {
-        "on": f"{setting.on}, {setting.seconds:g} s, Muon",
+        "on": f"{setting.on}, {setting.seconds:g} s, Muon; ours with a sampled vocabulary",
         "peer": str(peer),
         "n": setting.seeds,
         "intervals": lows,
