@@ -32,6 +32,8 @@ from pipeline.errors import StageError  # noqa: E402
 DEMO_TARGET = ROOT / "runs" / "targets" / "SmolLM2-135M-Instruct"
 THREADS = len(os.sched_getaffinity(0))
 MAILS, MAILS_SEED = 520, 11
+# What our trainer learns most from in a given time on a few cores (acceptance_at_equal_time).
+SMALL_STEPS = {"blocks_per_step": 64, "anchors_per_row": 16, "sampled_vocabulary": 2048}
 FAVOURITE = 433  # a token that the toy target says often: there is something to learn
 
 
@@ -227,8 +229,9 @@ def on_policy_vs_uniform(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.anchors_compared import compared
 
     config, found = setting.mails()
-    steps = 6 if setting.small else 160
-    train = config.train.model_copy(update={"steps": steps, "blocks_per_step": 64 if setting.small else 128})
+    steps = 6 if setting.small else 300
+    update = {"steps": steps} if setting.small else {"steps": steps, "learning_rate": 8e-3, **SMALL_STEPS}
+    train = config.train.model_copy(update=update)
     runs = compared(config.model_copy(update={"train": train}), found.states, seeds=range(max(3, setting.seeds)))
     figures = {}
     for name in ("on_policy", "on_policy_equal_time"):
@@ -248,9 +251,9 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.four_workloads import Budget, general_champion, more_general, won, workload_files
 
     root = setting.work / "four"
-    budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 240, 120, 4e-3, 1e-3)
-    train = {"blocks_per_step": 64 if setting.small else 256, "checkpoint_every": 4 if setting.small else 60}
-    evaluate = {"early_stop": False, "concurrency": 16, "blocks": 2, "general_prompts": 4 if setting.small else 64,
+    budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 1000, 400, 8e-3, 2e-3)
+    train = {"blocks_per_step": 64, "checkpoint_every": 4} if setting.small else {**SMALL_STEPS, "checkpoint_every": 50}
+    evaluate = {"early_stop": False, "concurrency": 16, "blocks": 1, "general_prompts": 4 if setting.small else 64,
                 "max_tokens": budget.max_tokens}  # fmt: skip
     target = {"model": setting.target, "dtype": "float32", "max_model_len": 512 if setting.small else 1024}
     config = setting.config(root, train=train, evaluate=evaluate, target=target)
