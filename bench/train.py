@@ -31,7 +31,7 @@ from pipeline.errors import StageError  # noqa: E402
 
 DEMO_TARGET = ROOT / "runs" / "targets" / "SmolLM2-135M-Instruct"
 THREADS = len(os.sched_getaffinity(0))
-MAILS, MAILS_SEED = 520, 11
+MAILS, MAILS_SEED = 2000, 11
 # What our trainer learns most from in a given time on a few cores (acceptance_at_equal_time).
 SMALL_STEPS = {"blocks_per_step": 64, "anchors_per_row": 16, "sampled_vocabulary": 2048}
 FAVOURITE = 433  # a token that the toy target says often: there is something to learn

@@ -58,6 +58,7 @@ def train_loop(
         drafter.named_parameters(),
         kind=config.optimizer,
         learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
         compute=frozen.head.dtype,
     )
     slot_weights = slot_weights_of(config, drafter.shape.block_size)

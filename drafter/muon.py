@@ -20,7 +20,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised in the dtype ``compute``, with steps of AdamW's root-mean-square size.
 
     Source: Muon (Keller Jordan, 2024); Muon is scalable, arXiv 2502.16982 (the 0.2 * sqrt(max(m, n)) scale, so that
-    learning rates of AdamW carry over).
+    learning rates of AdamW carry over, and decoupled weight decay).
     """
 
     def __init__(
@@ -29,9 +29,10 @@ class Muon(torch.optim.Optimizer):
         *,
         learning_rate: float,
         momentum: float = 0.95,
+        weight_decay: float = 0.0,
         compute: torch.dtype = torch.float32,
     ):
-        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum})
+        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})
         self._compute = compute
 
     @torch.no_grad()
@@ -46,6 +47,7 @@ class Muon(torch.optim.Optimizer):
             updates = [local(p.grad) for p in parameters]
             torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
             torch._foreach_lerp_(updates, momenta, group["momentum"])
+            torch._foreach_mul_([local(p) for p in parameters], 1 - group["lr"] * group["weight_decay"])
             for places, found in _shared_out(parameters, updates, self._compute):
                 for place, update in zip(places, found, strict=True):
                     scale = 0.2 * max(parameters[place].shape) ** 0.5

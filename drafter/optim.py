@@ -28,17 +28,25 @@ class Optimizer:
         *,
         kind: str,
         learning_rate: float,
+        weight_decay: float = 0.0,
         compute: torch.dtype = torch.float32,
     ):
-        """``compute`` is what Muon multiplies matrices in (drafter/precision.py); every state has its parameter's."""
+        """``compute`` is what Muon multiplies matrices in (drafter/precision.py); every state has its parameter's.
+
+        ``weight_decay`` is decoupled, and that of matrices: gains and biases keep their size.
+        """
         named = list(named)
         is_matrix = {name: kind == "muon" and parameter.dim() == 2 for name, parameter in named}
         others = [parameter for name, parameter in named if not is_matrix[name]]
-        adamw = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        groups = [
+            {"params": [p for p in others if p.dim() == 2], "weight_decay": weight_decay},
+            {"params": [p for p in others if p.dim() != 2], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
         self.parts: list[torch.optim.Optimizer] = [adamw]
         if any(is_matrix.values()):
             matrices = [parameter for name, parameter in named if is_matrix[name]]
-            self.parts.append(Muon(matrices, learning_rate=learning_rate, compute=compute))
+            self.parts.append(Muon(matrices, learning_rate=learning_rate, weight_decay=weight_decay, compute=compute))
         self.learning_rate = learning_rate
         self._owners = {name: (self.parts[is_matrix[name]], parameter) for name, parameter in named}
 

@@ -190,6 +190,8 @@ class TrainConfig(Frozen):
     """None: the loss is over the whole vocabulary. A number: over the tokens that occur in the replies and so many
     sampled ones that stand for all others, anew each step; several times faster where the head dominates."""
     warmup_share: float = Field(0.04, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled, times the learning rate, of matrices: against learning a small cache by heart."""
     grad_clip: float = Field(1.0, gt=0)
     seed: int = Field(0, ge=0, lt=2**32)
     checkpoint_every: int = Field(100, gt=0)

@@ -100,3 +100,13 @@ def test_matrices_go_to_muon_and_gains_to_adamw():
     assert [type(part).__name__ for part in parts] == ["AdamW", "Muon"]
     assert parts[1].param_groups[0]["params"][0] is named[0][1]
     assert len(Optimizer(named, kind="adamw", learning_rate=1.0).parts) == 1
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_matrices_decay_by_the_learning_rate_and_gains_keep_their_size(kind):
+    matrix, gain = torch.ones(3, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Optimizer([("a", matrix), ("b", gain)], kind=kind, learning_rate=0.5, weight_decay=0.1)
+    matrix.grad, gain.grad = torch.zeros(3, 3), torch.zeros(3)
+    optimizer.step(0.4)
+    torch.testing.assert_close(matrix.detach(), torch.full((3, 3), 0.98))  # 1 - 0.4 * 0.5 * 0.1
+    assert torch.equal(gain.detach(), torch.ones(3))
