@@ -107,7 +107,7 @@ def _point(rate: float, run: DrafterCheckpoint | None) -> dict[str, Any]:
         "diverged": False,
         "drafter": run.derivation_id,
         "loss": losses[-1] if losses else None,
-        "accepted_per_step": run.walk["num_accepted_tokens"] / max(1, run.walk["num_drafts"]),
+        "accepted_per_step": run.walk["acceptance_length"] - 1,  # as of the start: equal walks are equal to the bit
         "best_step": run.walk["step"],
         "steps": run.counts["steps"],
     }
