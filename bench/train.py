@@ -74,6 +74,7 @@ class Setting:
                 "concurrency": 16,
                 "blocks": 4,
                 "general_prompts": 0,
+                "max_prompts": 120,
                 "max_repeat_share": 1.0 if self.on == "toy" else 0.5,  # a toy says little else
             },
             "serving": {"max_num_seqs": 16},
