@@ -42,7 +42,7 @@ def test_every_rate_is_run_from_the_champion_on_current_states_and_the_best_is_n
             role=role,
             block_size=4,
             mask_token_id=2,
-            walk={"num_accepted_tokens": ACCEPTED[rate], "num_drafts": 50, "step": 30},
+            walk={"acceptance_length": 1 + ACCEPTED[rate] / 50, "step": 30},
             curve=[{"step": 0.0, "walk_acceptance_length": 1.5}, {"step": 30.0, "loss": 2.0}],
             counts={"steps": 30},
         )
