@@ -192,8 +192,9 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
         trainable_rows(read_rows(found.states, "train"), block)[:3],
     )
     peer = fastest_of_all(SPECULATORS, ground, small=setting.small)
-    ground = with_train(ground, anchors_per_row=16)
-    sampled = with_train(ground, sampled_vocabulary=64 if setting.small else 2048)  # which speculators cannot
+    ground = with_train(ground, anchors_per_row=SMALL_STEPS["anchors_per_row"])
+    vocabulary = 64 if setting.small else SMALL_STEPS["sampled_vocabulary"]
+    sampled = with_train(ground, sampled_vocabulary=vocabulary)  # which speculators cannot
     sides = (Side("ours", sampled, held, None), Side("speculators", ground, held, peer))
     rates, batches = ((2e-3,), (64,)) if setting.small else ((4e-3, 8e-3, 1.6e-2, 3.2e-2), (32, 64))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}

@@ -130,9 +130,14 @@ def final(side: Side, best: Trained, *, seconds: float, seed: int) -> Trained:
     """The run that counts, at the best trial's settings: made again where its pace was not the trial's by far, as where
     compiling counts for more in a short run.
     """
-    steps, name = max(2, int(seconds * best.turn.steps / best.turn.seconds)), f"final-{seconds:g}s-seed{seed}"
-    run = side.run(best.learning_rate, best.blocks_per_step, steps=steps, seed=seed, name=name)
+    name = f"final-{seconds:g}s-seed{seed}"
+    settings = best.learning_rate, best.blocks_per_step
+    run = side.run(*settings, steps=_steps_in(seconds, best.turn), seed=seed, name=name)
     if abs(run.turn.seconds / seconds - 1) > _OFF:
-        steps = max(2, int(seconds * run.turn.steps / run.turn.seconds))
-        run = side.run(best.learning_rate, best.blocks_per_step, steps=steps, seed=seed, name=f"{name}-again")
+        run = side.run(*settings, steps=_steps_in(seconds, run.turn), seed=seed, name=f"{name}-again")
     return run
+
+
+def _steps_in(seconds: float, turn: Turn) -> int:
+    """At the pace of a turn."""
+    return max(2, int(seconds * turn.steps / turn.seconds))

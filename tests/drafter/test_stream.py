@@ -277,17 +277,23 @@ def test_rows_that_are_kept_out_are_counted_and_the_others_trained_on(tmp_path, 
     assert trained.manifest.counts["train_rows"] == len(seen)
 
 
-def test_a_kill_between_a_checkpoint_and_its_release_forgets_no_row_that_was_left_out(tmp_path, monkeypatch):
-    config = streams.config_of(tmp_path, checkpoint_every=1000, capture_settings={"max_reject_share": 0.1})
-    twins = {row.row_id for row in plan_of(config).windows[0].rows[:2]}
+def engines_with_twins(row_ids):
+    """Engines whose last state is the same for all of these rows."""
 
     def states(row_id, ids):
         words = engines.code(row_id, ids)
-        if row_id in twins:
+        if row_id in row_ids:
             words[-1] = 0x3F82
         return words
 
     engines = streams.CodeEngines(states=states)
+    return engines
+
+
+def test_a_kill_between_a_checkpoint_and_its_release_forgets_no_row_that_was_left_out(tmp_path, monkeypatch):
+    config = streams.config_of(tmp_path, checkpoint_every=1000, capture_settings={"max_reject_share": 0.1})
+    twins = {row.row_id for row in plan_of(config).windows[0].rows[:2]}
+    engines = engines_with_twins(twins)
     with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):
         patch.setattr(stream.StreamFeed, "covered", lambda self, step: step and pytest.fail("killed"))
         streams.run(config, engines=engines)
@@ -305,14 +311,7 @@ def test_a_run_that_stops_amid_a_window_counts_what_it_was_kept_from(is_killed, 
     window = plan_of(config).windows[0]
     assert window.num_steps > 2
     twins = {row.row_id for row in window.rows_of(0)}
-
-    def states(row_id, ids):
-        words = engines.code(row_id, ids)
-        if row_id in twins:
-            words[-1] = 0x3F82
-        return words
-
-    engines = streams.CodeEngines(states=states)
+    engines = engines_with_twins(twins)
     streams.log_steps(tmp_path / "log", monkeypatch.setattr)
     if is_killed:
         with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):

@@ -80,7 +80,7 @@ def prompts(config):
 
 @pytest.fixture(scope="module")
 def responses(config, prompts):
-    """Answered by two engines, one of which is killed as soon as a part is committed."""
+    """Answered by two engines, one of which is killed as it begins the last part."""
     two = config.model_copy(update={"regenerate": config.regenerate.model_copy(update={"num_engines": 2})})
     pool = KillsOne(EnginePool(two, target_layer_ids=TARGET_LAYER_IDS))
     found = regenerate.run(two, prompts, engines=pool)
