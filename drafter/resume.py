@@ -14,7 +14,7 @@ from drafter.optim import Optimizer
 from drafter.processes import agreed, gathered, load_whole_state, meet, rank_and_world, whole_state
 from pipeline.artifacts import publish
 from pipeline.errors import StageError
-from pipeline.shards import fsync_file
+from pipeline.shards import VISIBLE_WITHIN_S, fsync_file
 
 logger = logging.getLogger("slipstream")
 
@@ -22,8 +22,6 @@ RESUME = "resume.pt"
 _BEST = "best-*.pt"
 # What a kill may leave amid a write, and the sign by which workers know the folder (jobs/train_workers.py).
 _LEFTOVERS = (".*.tmp", ".workers-*")
-# A file system that nodes share may take so long to show one what another has written.
-VISIBLE_WITHIN_S = 10.0
 
 
 @dataclass

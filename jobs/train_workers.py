@@ -17,9 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from jobs.session import start_logging
 from pipeline.config import Config
 from pipeline.errors import SlipstreamError, StageError
-
-# A file system that nodes share may take so long to show one what another has written.
-_VISIBLE_WITHIN_S = 10.0
+from pipeline.shards import VISIBLE_WITHIN_S
 
 
 def train_on_workers(
@@ -105,7 +103,7 @@ def _work(settings: dict[str, Any]) -> None:
     train_in(*settings["arguments"])
 
 
-def require_visible(marker: Path, *, within_s: float = _VISIBLE_WITHIN_S) -> None:
+def require_visible(marker: Path, *, within_s: float = VISIBLE_WITHIN_S) -> None:
     """Raises: StageError when this worker does not see what the run's driver has put into the run's folder."""
     deadline = time.monotonic() + within_s
     while not marker.exists():

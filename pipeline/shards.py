@@ -22,6 +22,8 @@ from pipeline.artifacts import MANIFEST, Frozen, Shard, describe_file, publish, 
 from pipeline.errors import SchemaError, StageError
 
 REJECTS = "rejects.jsonl"
+# A file system that nodes share may take so long to show one what another has written.
+VISIBLE_WITHIN_S = 10.0
 
 Files = dict[str, tuple[int, Callable[[Path], Any]]]
 """Final name → rows, and a function that writes the file to a path; a string that it returns is its SHA-256."""
