@@ -129,7 +129,7 @@ class Stepper:
             tokens_per_pass=self.config.tokens_per_pass,
         )
         clip(self.parameters, self.config.grad_clip)
-        self._optimizer.step(1.0)
+        self._optimizer.step(1.0, 0)
         return result.loss
 
     def saved(self, positions: int, blocks: int) -> tuple[Work, int]:

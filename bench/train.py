@@ -160,7 +160,7 @@ def speed_specforge(setting: Setting) -> dict[str, Figure]:
     for dtype in PRECISIONS:
         one = fastest(tried, dtype)
         if one is None:
-            figures[f"speed_vs_specforge.{dtype}"] = unknown(next(t.why for t in tried if t.setting.dtype == dtype))
+            figures[f"speed_vs_specforge.{dtype}"] = unknown(next(t.why for t in tried if t.setting.dtype == dtype and t.why))
             continue
         pairs, steps = (2, (1, 1)) if setting.small else (6, (6, 3))
         race = raced(SPECFORGE, ground, one, optimizer="adamw", pairs=pairs, steps=steps)

@@ -59,6 +59,7 @@ def train_loop(
         kind=config.optimizer,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
+        muon_turns=config.muon_turns,
         compute=frozen.head.dtype,
     )
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
@@ -81,7 +82,7 @@ def train_loop(
             norm = clip(drafter.parameters(), config.grad_clip)
             if not torch.isfinite(norm):
                 raise DivergedError(f"step {progress.step}: the gradient is not finite; lower train.learning_rate")
-            optimizer.step(scale)
+            optimizer.step(scale, progress.step)
             feed.learn(learned.accepted)
             accuracies = {f"slot{k + 1}_accuracy": hits for k, hits in enumerate(learned.hits)}
             point |= {"loss": learned.loss, **accuracies, "gradient_norm": float(norm)}

@@ -1,11 +1,16 @@
 """Muon, with its matrix products shared out among the processes that train together.
 
+With several turns each step updates some of the matrices alone, the next step others, by as many times the learning
+rate: momentum hardly changes from one step to the next, and the products are what a step of few blocks takes longest
+for.
+
 Under ddp each process orthogonalises some of the matrices and all exchange them. Under fsdp each holds some rows of
 every matrix: they are sent to the process whose matrix it is, and what becomes of them is sent back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,28 +35,37 @@ class Muon(torch.optim.Optimizer):
         learning_rate: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        turns: int = 1,
         compute: torch.dtype = torch.float32,
     ):
-        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})
-        self._compute = compute
+        """``turns``: a matrix is updated at every so many steps; the group's "turn" says whose turn it is."""
+        defaults = {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "turn": 0}
+        super().__init__(parameters, defaults)
+        self._turns, self._compute = turns, compute
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every matrix that has a gradient, which is used up."""
+        """Update the matrices whose turn it is, of those with a gradient; all their gradients are used up."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 if "momentum" not in self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
             momenta = [local(self.state[p]["momentum"]) for p in parameters]
-            updates = [local(p.grad) for p in parameters]
-            torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
-            torch._foreach_lerp_(updates, momenta, group["momentum"])
-            torch._foreach_mul_([local(p) for p in parameters], 1 - group["lr"] * group["weight_decay"])
-            for places, found in _shared_out(parameters, updates, self._compute):
-                for place, update in zip(places, found, strict=True):
-                    scale = 0.2 * max(parameters[place].shape) ** 0.5
-                    local(parameters[place]).add_(update, alpha=-group["lr"] * scale)
+            torch._foreach_lerp_(momenta, [local(p.grad) for p in parameters], 1 - group["momentum"])
+            turn = _shared([p.shape for p in parameters], self._turns)[group["turn"] % self._turns]
+            self._update([parameters[place] for place in sorted(turn)], group, group["lr"] * self._turns)
+
+    def _update(self, parameters: Sequence[Tensor], group: Mapping[str, Any], learning_rate: float) -> None:
+        if not parameters:
+            return
+        updates, momenta = [local(p.grad) for p in parameters], [local(self.state[p]["momentum"]) for p in parameters]
+        torch._foreach_lerp_(updates, momenta, group["momentum"])
+        torch._foreach_mul_([local(p) for p in parameters], 1 - learning_rate * group["weight_decay"])
+        for places, found in _shared_out(parameters, updates, self._compute):
+            for place, update in zip(places, found, strict=True):
+                scale = 0.2 * max(parameters[place].shape) ** 0.5
+                local(parameters[place]).add_(update, alpha=-learning_rate * scale)
 
 
 Found = Iterator[tuple[Sequence[int], Sequence[Tensor]]]
@@ -64,19 +78,19 @@ def _shared_out(parameters: Sequence[Tensor], updates: Sequence[Tensor], compute
     updates = [update.to(dtype) for update, dtype in zip(updates, dtypes, strict=True)]
     if rank_and_world()[1] == 1:
         return orthogonalized(updates)
-    owned = _owned([p.shape for p in parameters], rank_and_world()[1])
+    owned = _shared([p.shape for p in parameters], rank_and_world()[1])
     if isinstance(parameters[0], DTensor):
         return _sent_to_owners(parameters, updates, owned)
     return _exchanged(updates, owned)
 
 
-def _owned(shapes: Sequence[torch.Size], world: int) -> list[list[int]]:
-    """For each process the places of the matrices that it orthogonalises: about equal work, and equal everywhere."""
+def _shared(shapes: Sequence[torch.Size], count: int) -> list[list[int]]:
+    """The places of the matrices, dealt out into so many shares of about equal work; equal in every process."""
     work = [min(shape) ** 2 * max(shape) for shape in shapes]
-    owned: list[list[int]] = [[] for _ in range(world)]
+    shares: list[list[int]] = [[] for _ in range(count)]
     for place in sorted(range(len(shapes)), key=lambda place: -work[place]):
-        min(owned, key=lambda places: sum(work[p] for p in places)).append(place)
-    return owned
+        min(shares, key=lambda places: sum(work[p] for p in places)).append(place)
+    return shares
 
 
 def _exchanged(updates: Sequence[Tensor], owned: Sequence[Sequence[int]]) -> Found:

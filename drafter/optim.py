@@ -29,6 +29,7 @@ class Optimizer:
         kind: str,
         learning_rate: float,
         weight_decay: float = 0.0,
+        muon_turns: int = 1,
         compute: torch.dtype = torch.float32,
     ):
         """``compute`` is what Muon multiplies matrices in (drafter/precision.py); every state has its parameter's.
@@ -46,15 +47,20 @@ class Optimizer:
         self.parts: list[torch.optim.Optimizer] = [adamw]
         if any(is_matrix.values()):
             matrices = [parameter for name, parameter in named if is_matrix[name]]
-            self.parts.append(Muon(matrices, learning_rate=learning_rate, weight_decay=weight_decay, compute=compute))
+            settings = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+            self.parts.append(Muon(matrices, **settings, turns=muon_turns, compute=compute))
         self.learning_rate = learning_rate
         self._owners = {name: (self.parts[is_matrix[name]], parameter) for name, parameter in named}
 
-    def step(self, scale: float) -> None:
-        """One update at ``scale`` times the learning rate; uses the gradients up. Every process takes part."""
+    def step(self, scale: float, step: int) -> None:
+        """One update at ``scale`` times the learning rate; uses the gradients up. Every process takes part.
+
+        ``step``: the run's; Muon's turns go by it.
+        """
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = self.learning_rate * scale
+                group["turn"] = step
             part.step()
             part.zero_grad(set_to_none=True)
 

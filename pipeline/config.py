@@ -182,6 +182,9 @@ class TrainConfig(Frozen):
     learning_rate: float = Field(2e-3, gt=0)
     """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"
+    muon_turns: int = Field(1, gt=0)
+    """Muon updates each matrix at every so many steps alone, by as many times the learning rate: what it costs is
+    spread over them. Pays where a step has few blocks."""
     loss: Literal["dpace", "decay"] = "dpace"
     dpace_alpha: float = Field(0.5, gt=0, le=1)
     decay_gamma: float | None = Field(None, gt=0)

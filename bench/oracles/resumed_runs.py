@@ -104,8 +104,8 @@ def _kill_at(step: int, seconds: float) -> None:
     taken = []
 
     class Watched(Optimizer):
-        def step(self, scale: float) -> None:
-            super().step(scale)
+        def step(self, scale: float, number: int) -> None:
+            super().step(scale, number)
             taken.append(scale)
             if len(taken) == step:
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -6,7 +6,7 @@ optimiser and schedule. The two processes take turns, so that what else the mach
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,9 @@ from pipeline.errors import StageError
 
 OURS = [sys.executable, "-m", "bench.oracles.our_trainer"]
 PRECISIONS = ("float32", "bfloat16")
+# A precision whose first setting is so many times as slow as float32's takes no part: processors without units for
+# half precision emulate it, and each of its settings would take many minutes to say so.
+_HOPELESS = 5
 _ATTENTION = {"speculators": ("eager", "sdpa", "simple_flex_attention"), "specforge": ("eager", "sdpa")}
 
 
@@ -114,7 +117,7 @@ def settings_of(peer: Peer, *, small: bool) -> list[PeerSetting]:
     """Every way that makes sense on a CPU, and the fused loss once: it is written in Triton, which wants a GPU."""
     compiled = (False,) if small or peer is not SPECULATORS else (False, True)
     attention = ("sdpa",) if small else _ATTENTION[peer.name]
-    every = [PeerSetting(a, dtype, compile=c) for a, dtype, c in product(attention, PRECISIONS, compiled)]
+    every = [PeerSetting(a, dtype, compile=c) for dtype, a, c in product(PRECISIONS, attention, compiled)]
     return [*every, PeerSetting("sdpa", "float32", loss="fused")] if peer is SPECULATORS else every
 
 
@@ -123,9 +126,20 @@ def scanned(peer: Peer, ground: Ground, *, small: bool) -> list[Tried]:
 
     A setting that is on record under the ground's folder is not tried again: a run that goes on has the same.
     """
-    tried = [_tried(peer, ground, one, small=small) for one in settings_of(peer, small=small)]
+    tried: list[Tried] = []
+    for one in settings_of(peer, small=small):
+        why = _hopeless(one.dtype, tried)
+        tried.append(Tried(one, None, why) if why else _tried(peer, ground, one, small=small))
     best = [one for dtype in PRECISIONS if (one := fastest(tried, dtype))]
     return tried + [_tried(peer, ground, replace(one, huge_pages=True), small=small) for one in best]
+
+
+def _hopeless(dtype: str, tried: Sequence[Tried]) -> str | None:
+    """Why no more settings of a precision are tried; None where they are."""
+    paces = {of: next((t.blocks_per_s for t in tried if t.setting.dtype == of), None) for of in ("float32", dtype)}
+    if not all(paces.values()) or paces["float32"] < _HOPELESS * paces[dtype]:
+        return None
+    return f"not tried: {dtype} trains {paces[dtype]:.1f} blocks/s where float32 trains {paces['float32']:.1f}"
 
 
 def _tried(peer: Peer, ground: Ground, setting: PeerSetting, *, small: bool) -> Tried:
@@ -154,9 +168,11 @@ def fastest_of_all(peer: Peer, ground: Ground, *, small: bool) -> PeerSetting:
     return max(ran, key=lambda one: one.blocks_per_s or 0.0).setting
 
 
-def fastest(tried: list[Tried], dtype: str) -> PeerSetting | None:
-    """The fastest setting of one precision; None where none ran."""
+def fastest(tried: Sequence[Tried], dtype: str) -> PeerSetting | None:
+    """The fastest setting of one precision; None where none ran, or where this machine emulates it."""
     ran = [one for one in tried if one.blocks_per_s and one.setting.dtype == dtype]
+    if _hopeless(dtype, tried):
+        return None
     return max(ran, key=lambda one: one.blocks_per_s).setting if ran else None
 
 

@@ -119,6 +119,13 @@ def test_the_fastest_setting_is_found_among_those_that_ran():
     assert fastest(tried[3:], "float32") is None
 
 
+def test_a_precision_that_the_machine_emulates_takes_no_part():
+    tried = [Tried(PeerSetting("eager", "float32"), 50.0), Tried(PeerSetting("eager", "bfloat16"), 10.0)]
+    assert fastest(tried, "bfloat16") is None and fastest(tried, "float32")
+    tried[1] = Tried(PeerSetting("eager", "bfloat16"), 10.1)
+    assert fastest(tried, "bfloat16") == PeerSetting("eager", "bfloat16")
+
+
 def test_a_race_compares_neighbouring_turns_and_whole_processes():
     ours = [Turn(1.0, 20, 2), Turn(1.0, 10, 2)]
     theirs = [Turn(1.0, 10, 1), Turn(2.0, 10, 1)]

@@ -8,6 +8,7 @@ import toys
 from drafter import processes
 from drafter.muon import Muon
 from drafter.optim import Optimizer, learning_rate_scale
+from drafter.orthogonal import orthogonalize
 
 
 def test_muon_steps_along_the_polar_factor_of_nesterovs_momentum():
@@ -51,12 +52,13 @@ def test_short_runs_have_a_learning_rate_too(steps, warmup_share):
 def test_a_loaded_state_goes_on_as_if_never_stopped():
     def make():
         parameters = [torch.ones(4, 6, requires_grad=True), torch.ones(6, requires_grad=True)]
-        return parameters, Optimizer([("a", parameters[0]), ("b", parameters[1])], kind="muon", learning_rate=0.01)
+        named = [("a", parameters[0]), ("b", parameters[1])]
+        return parameters, Optimizer(named, kind="muon", learning_rate=0.01, muon_turns=2)
 
     def step(parameters, optimizer, i):
         for p in parameters:
             p.grad = torch.sin(torch.arange(p.numel()) + i).view(p.shape).float()
-        optimizer.step(1 / (i + 1))
+        optimizer.step(1 / (i + 1), i)
 
     straight, optimizer = make()
     for i in range(6):
@@ -79,7 +81,7 @@ def test_no_process_but_the_first_keeps_a_whole_tensor_while_the_next_is_gathere
     optimizer = Optimizer(model.named_parameters(), kind="muon", learning_rate=0.01)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step(1.0)
+    optimizer.step(1.0, 0)
 
     def whole(tensor):
         assert not any(earlier() is not None for earlier in asked)
@@ -107,6 +109,31 @@ def test_matrices_decay_by_the_learning_rate_and_gains_keep_their_size(kind):
     matrix, gain = torch.ones(3, 3, requires_grad=True), torch.ones(3, requires_grad=True)
     optimizer = Optimizer([("a", matrix), ("b", gain)], kind=kind, learning_rate=0.5, weight_decay=0.1)
     matrix.grad, gain.grad = torch.zeros(3, 3), torch.zeros(3)
-    optimizer.step(0.4)
+    optimizer.step(0.4, 0)
     torch.testing.assert_close(matrix.detach(), torch.full((3, 3), 0.98))  # 1 - 0.4 * 0.5 * 0.1
     assert torch.equal(gain.detach(), torch.ones(3))
+
+
+def test_muons_matrices_take_turns_of_about_equal_work_and_step_as_far():
+    generator = torch.Generator().manual_seed(3)
+    start = [torch.randn(size, generator=generator, dtype=torch.float64) for size in ((8, 8), (2, 4), (8, 8), (4, 2))]
+    ours = [p.clone().requires_grad_() for p in start]
+    named = [(str(i), p) for i, p in enumerate(ours)]
+    optimizer = Optimizer(named, kind="muon", learning_rate=0.1, weight_decay=0.5, muon_turns=2)
+    seen = [torch.zeros_like(p) for p in start]
+    moved = []
+    for step in range(4):
+        before = [p.detach().clone() for p in ours]
+        for p, sum_of_momentum in zip(ours, seen, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            sum_of_momentum.mul_(0.95).add_(p.grad, alpha=0.05)
+        nesterov = [0.05 * p.grad + 0.95 * momentum for p, momentum in zip(ours, seen, strict=True)]
+        optimizer.step(0.5, step)
+        moved.append([not torch.equal(a, b) for a, b in zip(ours, before, strict=True)])
+        for place in [i for i, has_moved in enumerate(moved[-1]) if has_moved]:
+            # As Muon alone would at twice the learning rate; momentum has seen every gradient, also between turns.
+            size = 2 * 0.05 * 0.2 * max(start[place].shape) ** 0.5
+            expected = before[place] * (1 - 2 * 0.05 * 0.5) - size * orthogonalize(nesterov[place])
+            torch.testing.assert_close(ours[place].detach(), expected, rtol=0, atol=1e-12)
+    assert sum(moved[0][i] for i in (0, 2)) == 1, "one of the two large ones in each turn"
+    assert moved[1] == [not one for one in moved[0]] and moved[2:] == moved[:2]

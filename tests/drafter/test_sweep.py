@@ -72,12 +72,12 @@ def test_a_sweep_that_was_interrupted_goes_on_and_is_judged_by_the_walk(tmp_path
     config = Config.model_validate(base | {"sweep": {"learning_rates": [1e-5, 2e-2, 5e-2], "steps": 6}})
     taken, step = [], Optimizer.step
 
-    def stepping(self, scale):
+    def stepping(self, scale, number):
         if len(taken) == 8:
             taken.append(scale)
             raise KeyboardInterrupt
         taken.append(scale)
-        step(self, scale)
+        step(self, scale, number)
 
     def all_runs():
         return {rate: train.run(one, states, start=start, role="sweep") for rate, one in sweep.trials(config).items()}

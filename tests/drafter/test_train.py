@@ -59,19 +59,19 @@ class Killed(BaseException):
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(killed_after, site, monkeypatch):
     taken, step = [], Optimizer.step
 
-    def stepping(self, scale):
-        step(self, scale)
+    def stepping(self, scale, number):
+        step(self, scale, number)
         taken.append(scale)
         if len(taken) == killed_after + 1:
             raise Killed
 
     other = toys.target_folder(site / "other" / "target").parent
-    straight = run(other, warmup_share=0.25)
+    straight = run(other, warmup_share=0.25, muon_turns=3)
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "step", stepping)
         with pytest.raises(Killed):
-            run(site, warmup_share=0.25)
-        resumed = run(site, warmup_share=0.25)
+            run(site, warmup_share=0.25, muon_turns=3)
+        resumed = run(site, warmup_share=0.25, muon_turns=3)
     require_same(resumed, straight)
     # warm-up of 2 steps, then a cosine over 6: the rate goes on where the checkpoint was, it is not warmed up again
     scales = [0.5, 1.0] + [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(6)]
@@ -159,8 +159,8 @@ def test_without_the_optimisers_state_a_run_says_so_and_goes_on_at_its_step(tmp_
     frozen, rows = toys.frozen(dtype=torch.float32), [toys.counting_row(3, 18, 3)]
     config, taken, step = toys.config(tmp_path, warmup_share=0.25).train, [], Optimizer.step
 
-    def stepping(self, scale):
-        step(self, scale)
+    def stepping(self, scale, number):
+        step(self, scale, number)
         taken.append(scale)
         if len(taken) == 5:
             raise Killed
@@ -227,8 +227,8 @@ def test_an_interrupted_run_with_everything_on_ends_as_an_uninterrupted_one(
 ):
     taken, step = [], Optimizer.step
 
-    def stepping(self, scale):
-        step(self, scale)
+    def stepping(self, scale, number):
+        step(self, scale, number)
         taken.append(scale)
         if len(taken) == killed_after:
             raise Killed
@@ -247,8 +247,8 @@ def test_twenty_steps_are_ten_and_ten_more_rate_for_rate_and_loss_for_loss(site,
     straight = run(toys.target_folder(site / "other" / "target").parent, **settings)
     step = Optimizer.step
 
-    def stepping(self, scale):
-        step(self, scale)
+    def stepping(self, scale, number):
+        step(self, scale, number)
         calls.append(scale)
         if len(calls) == 11:
             raise Killed

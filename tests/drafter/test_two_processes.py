@@ -15,11 +15,13 @@ SAME = [
     Case("uneven rows", rows="uneven"),
     Case("a row a step", {"blocks_per_step": 4}, rows="uneven"),  # the second process never has anything to do
     Case("several passes", SPLIT, rows="uneven"),
+    Case("matrices in turns", {"muon_turns": 3}),
     Case("sharded", FSDP),
     Case("sharded, uneven rows", FSDP, rows="uneven"),
     Case("sharded, a row a step", FSDP | {"blocks_per_step": 4}, rows="uneven"),
     Case("sharded, several passes", FSDP | SPLIT, rows="uneven"),
     Case("sharded, layers computed again", FSDP | {"activation_checkpointing": True}, rows="uneven"),
+    Case("sharded, matrices in turns", FSDP | {"muon_turns": 3}, rows="uneven"),
     Case("sharded, adamw", FSDP | {"optimizer": "adamw"}),
     Case("in float32", rows="uneven", dtype="float32"),
     Case("sharded, in float32", FSDP, rows="uneven", dtype="float32"),

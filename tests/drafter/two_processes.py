@@ -118,8 +118,8 @@ def counted_steps(killed_after: int | None) -> list[float]:
     taken: list[float] = []
 
     class Counted(optim.Optimizer):
-        def step(self, scale: float) -> None:
-            super().step(scale)
+        def step(self, scale: float, step: int) -> None:
+            super().step(scale, step)
             taken.append(scale)
             if len(taken) == killed_after:
                 raise Killed
