@@ -235,7 +235,7 @@ def on_policy_vs_uniform(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.anchors_compared import compared
 
     config, found = setting.mails()
-    steps = 6 if setting.small else 300
+    steps = 6 if setting.small else 200
     update = {"steps": steps} if setting.small else {"steps": steps, "learning_rate": 8e-3, **SMALL_STEPS}
     train = config.train.model_copy(update=update)
     runs = compared(config.model_copy(update={"train": train}), found.states, seeds=range(max(3, setting.seeds)))

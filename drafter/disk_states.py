@@ -86,17 +86,18 @@ class DiskStates:
 
     def mapped(self) -> Tensor:  # bfloat16 [n, F]
         """A read-only view of the file, without a copy. Raises: SchemaError where it is in the 8-bit form."""
-        words = self._checked(self.files.open(self.name).words(self._batch))[: self._end]
-        return _readonly(words.view(np.int16)).view(torch.bfloat16).flatten(1)
+        return _as_bfloat16(self._checked(self.files.open(self.name).words(self._batch))[: self._end]).flatten(1)
 
     def copy_into(self, into: Tensor) -> None:  # [n, F], of any dtype
         """Write the numbers, in the dtype they are wanted in."""
         file = self.files.open(self.name)
         if file.states_format == "bf16":
-            into.copy_(self.mapped())
-            return
-        codes, scales = (self._checked(array)[: self._end] for array in file.codes(self._batch))
-        unpack(_readonly(codes), _readonly(scales.view(np.int16)).view(torch.bfloat16), file.group_size, into)
+            arrays = (self._checked(file.words(self._batch))[: self._end],)
+            into.copy_(_as_bfloat16(*arrays).flatten(1))
+        else:
+            arrays = tuple(self._checked(array)[: self._end] for array in file.codes(self._batch))
+            unpack(_readonly(arrays[0]), _as_bfloat16(arrays[1]), file.group_size, into)
+        file.leave(*arrays)
 
     def _checked(self, array: np.ndarray) -> np.ndarray:
         if len(array) != self._num_states:
@@ -118,6 +119,10 @@ def unpack(codes: Tensor, scales: Tensor, group_size: int, into: Tensor) -> None
             grouped = (n, L, end - start, size)
             numbers = codes[:, :, places].reshape(grouped) * steps[:, :, start:end, None]  # float32
             target[:, :, places] = numbers.flatten(2)
+
+
+def _as_bfloat16(words: np.ndarray) -> Tensor:  # uint16
+    return _readonly(words.view(np.int16)).view(torch.bfloat16)
 
 
 def _readonly(array: np.ndarray) -> Tensor:

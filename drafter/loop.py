@@ -15,6 +15,7 @@ from drafter.loss import SlotWeights
 from drafter.measurement import Pace, Validation, Walks, has_stalled, measure
 from drafter.model import Drafter
 from drafter.optim import Optimizer, learning_rate_scale
+from drafter.precision import product_dtype
 from drafter.processes import clip, prepare, rank_and_world, sum_gradients
 from drafter.resume import Progress, resume, save
 from drafter.step import backward, passes_of, slot_weights_of
@@ -60,7 +61,7 @@ def train_loop(
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
         muon_turns=config.muon_turns,
-        compute=frozen.head.dtype,
+        compute=product_dtype(frozen.head.dtype, frozen.head.device),
     )
     slot_weights = slot_weights_of(config, drafter.shape.block_size)
     vocabulary = Vocabulary(

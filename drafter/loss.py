@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drafter.precision import product_dtype
+
 # Weights of the K slots of each block, from the slots' cross-entropy: [A, K] -> [A, K].
 SlotWeights = Callable[[Tensor], Tensor]
 
@@ -73,7 +75,7 @@ def block_loss(
 
     Logits are scale * cap * tanh(head @ hidden / cap) + offset. Returns (loss [], slot cross-entropy and argmax hits
     stacked [2, A, K], without gradient), in float32 at least. In bfloat16 logits and probabilities are rounded to it
-    once each, as by a bfloat16 head; their sums are not.
+    once each, as by a bfloat16 head; their sums are not. A CPU that multiplies it slowly rounds neither.
     """
     if block_weights is None:
         block_weights = torch.ones(len(hidden), dtype=torch.float64, device=hidden.device)
@@ -123,6 +125,7 @@ class _Logits(NamedTuple):
 
     def against(self, x: Tensor, labels: Tensor) -> _Found:  # [n, H], [n]
         """The cross-entropy of these tokens, piece of the vocabulary by piece."""
+        x = x.to(product_dtype(x.dtype, x.device))
         (n, H), V = x.shape, len(self.head)
         size, wide = min(V, _PIECES[x.device.type].vocabulary), torch.promote_types(x.dtype, torch.float32)
         room = x.new_empty(2 if self.soft_cap else 1, n, size)
@@ -135,7 +138,8 @@ class _Logits(NamedTuple):
         is_hit = torch.zeros_like(labels, dtype=torch.bool)
         for start in range(0, V, size):
             part = slice(start, min(start + size, V))
-            logits, slope = self._of(x, part, room)
+            head = self.head[part].to(x.dtype)
+            logits, slope = self._of(x, head, part, room)
             inside = (labels >= part.start) & (labels < part.stop)
             place = (labels - start).clamp(0, logits.shape[1] - 1)
             at_label = torch.where(inside, logits.gather(1, place).to(wide), at_label)
@@ -152,7 +156,7 @@ class _Logits(NamedTuple):
             if slope is not None:
                 slope_at_label = torch.where(inside, slope.gather(1, place), slope_at_label)
                 probabilities *= slope
-            torch.mm(probabilities, self.head[part], out=of_piece)
+            torch.mm(probabilities, head, out=of_piece)
             mean.lerp_(of_piece_wide.copy_(of_piece), (of_part - total).exp())
         of_label = self.head[labels.squeeze(1)].to(wide)
         if self.soft_cap:
@@ -162,11 +166,11 @@ class _Logits(NamedTuple):
             gradient *= self.scale
         return _Found((total - at_label).squeeze(1), gradient, is_hit.squeeze(1))
 
-    def _of(self, x: Tensor, part: slice, room: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _of(self, x: Tensor, head: Tensor, part: slice, room: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [n, v], and where they are capped by how much each follows what it is made of, [n, v]."""
-        v = part.stop - part.start
+        v = len(head)
         logits, slope = room[0].view(-1)[: len(x) * v].view(-1, v), None
-        torch.mm(x, self.head[part].T, out=logits)
+        torch.mm(x, head.T, out=logits)
         if self.soft_cap:
             logits.div_(self.soft_cap).tanh_()
             slope = torch.mul(logits, logits, out=room[1].view(-1)[: len(x) * v].view(-1, v)).neg_().add_(1)

@@ -6,8 +6,10 @@ into memory, and a row is read without a copy.
 Shapes: n positions, L layers, H hidden size, G groups of channels a layer.
 """
 
+import ctypes
 import errno
 import hashlib
+import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,9 @@ from pipeline.faults import find_fault
 from pipeline.hashed_file import HashedFile
 from pipeline.quantize import as_float32, dequantize, num_groups, quantize
 from pipeline.schemas import STATES_FORMATS, states_schema
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # What a file has beside its schema and its batches: magic words and paddings, and where each batch begins.
 _FOOTER_BYTES, _FOOTER_BYTES_PER_ROW = 32, 24
@@ -86,7 +91,8 @@ class StatesFile:
     def __init__(self, path: Path):
         self.path = Path(path)
         try:
-            self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._whole = pa.memory_map(str(path)).read_buffer()
+            self._reader = pa.ipc.open_file(self._whole)
         except (OSError, pa.ArrowInvalid) as error:
             raise SchemaError(f"{path}: not a whole Arrow file of states ({error}); capture it again")
         metadata = {key.decode(): value.decode() for key, value in (self._reader.schema.metadata or {}).items()}
@@ -119,6 +125,18 @@ class StatesFile:
             return as_float32(self.words(batch)[:end])
         codes, scales = self.codes(batch)
         return dequantize(codes[:end], scales[:end], self.group_size)
+
+    def leave(self, *arrays: np.ndarray) -> None:
+        """Give up the memory of arrays of this file: read again, they come from the system's cache, or from disk.
+
+        What is mapped counts as the process's own for as long as it is not told so: by and by the whole cache.
+        """
+        first, last = self._whole.address, self._whole.address + self._whole.size
+        for array in arrays:
+            start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+            if first <= start and end <= last:  # nothing that Arrow had to copy, which would be lost
+                start -= start % mmap.PAGESIZE
+                _madvise(start, end - start, mmap.MADV_DONTNEED)
 
     def digest(self, batch: int) -> str:
         """A hash of the last position as stored; see ``Captured.digest``."""

@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from drafter.precision import compute_dtype, flush_denormals, require_multiplied
+from drafter.precision import compute_dtype, flush_denormals, product_dtype, require_multiplied
 from pipeline.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -20,6 +20,15 @@ def test_a_gpus_dtype_is_the_same_wherever_it_is_asked_for(is_seen_from_here, mo
 def test_a_cpus_dtype_is_what_it_multiplies_fast(has_tiles, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     assert compute_dtype("auto", CPU) == (torch.bfloat16 if has_tiles else torch.float32)
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_products_of_half_precision_are_whole_where_a_cpu_is_faster_so(has_tiles, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    assert product_dtype(torch.bfloat16, CPU) == (torch.bfloat16 if has_tiles else torch.float32)
+    assert product_dtype(torch.bfloat16, GPU) == torch.bfloat16
+    for dtype in (torch.float32, torch.float64):
+        assert product_dtype(dtype, CPU) == dtype
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

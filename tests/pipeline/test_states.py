@@ -205,6 +205,25 @@ def test_mapped_rows_are_not_copies_and_cannot_be_written(tmp_path):
     assert not words.flags.writeable and not words.flags.owndata
 
 
+def test_what_was_read_stays_no_part_of_the_process(tmp_path):
+    one = random_words(4000, layers=4, hidden=512)  # 16 MB
+    write_file(tmp_path / "s.arrow", [one])
+    file = StatesFile(tmp_path / "s.arrow")
+    words, copied = file.words(0), one[:1000].copy()
+    before = mapped_bytes()
+    assert np.array_equal(words, one)
+    assert mapped_bytes() - before > 12e6
+    file.leave(words, copied)
+    assert mapped_bytes() - before < 4e6
+    assert np.array_equal(words, one) and np.array_equal(copied, one[:1000])
+
+
+def mapped_bytes():
+    """What of files is in this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
 @pytest.mark.parametrize("states_format", ["bf16", "int8"])
 def test_a_digest_is_of_the_last_position_and_the_same_when_read_again(tmp_path, states_format):
     one = random_words(9, seed=1)
