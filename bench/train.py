@@ -257,7 +257,7 @@ def four_workloads(setting: Setting) -> dict[str, Figure]:
     from bench.oracles.four_workloads import Budget, general_champion, more_general, won, workload_files
 
     root = setting.work / "four"
-    budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(500, 360, 96, 1000, 400, 8e-3, 2e-3)
+    budget = Budget(48, 48, 24, 80, 8, 2e-3, 1e-3) if setting.small else Budget(400, 300, 96, 800, 320, 8e-3, 2e-3)
     train = {"blocks_per_step": 64, "checkpoint_every": 4} if setting.small else {**SMALL_STEPS, "checkpoint_every": 50}
     evaluate = {"early_stop": False, "concurrency": 16, "blocks": 1, "general_prompts": 4 if setting.small else 64,
                 "max_tokens": budget.max_tokens}  # fmt: skip

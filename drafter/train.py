@@ -26,7 +26,7 @@ _EXECUTION = {
     "warm_start_tolerance",
 }  # fmt: skip
 # A setting's value → the setting that means nothing beside it.
-_UNUSED = {"decay": "dpace_alpha", "dpace": "decay_gamma", "uniform": "uniform_share"}
+_UNUSED = {"decay": "dpace_alpha", "dpace": "decay_gamma", "uniform": "uniform_share", "adamw": "muon_turns"}
 # The order of a streamed run is that of its windows.
 _STREAM = {"max_bytes", "states_format"}
 
@@ -115,8 +115,9 @@ def resolved(config: Config, replay: Caches, *, is_streamed: bool = False) -> Co
 
 def _settings(config: Config) -> dict[str, Any]:
     """Those of [train] that change what comes out."""
-    unused = {_UNUSED.get(config.train.loss), _UNUSED.get(config.train.anchors)} - {None}
-    return config.train.model_dump(mode="json", exclude=_EXECUTION | unused)
+    settings = config.train
+    unused = {_UNUSED.get(value) for value in (settings.loss, settings.anchors, settings.optimizer)} - {None}
+    return settings.model_dump(mode="json", exclude=_EXECUTION | unused)
 
 
 def _with_rows(replay: Caches, *, block_size: int) -> Caches:

@@ -361,7 +361,7 @@ def test_of_a_stream_the_anchors_mean_something_only_where_rows_are_replayed(tmp
     earlier, meanings = toys.cache(tmp_path, [("train", toys.row(30, 3))], fingerprint=None), []
     monkeypatch.setattr(train, "complete", lambda *a, **named: meanings.append(named["meaning"]))
     for replay in ([], [earlier]):
-        for settings in ({}, {"anchors": "on_policy"}, {"anchors": "on_policy", "uniform_share": 0.5}):
+        for settings in ({"anchors": "uniform"}, {}, {"uniform_share": 0.5}):
             streams.run(streams.config_of(tmp_path, **settings), replay=replay)
     assert meanings[0] == meanings[1] == meanings[2]
     assert meanings[3] != meanings[4] != meanings[5] != meanings[3]

@@ -556,12 +556,15 @@ def test_how_a_run_is_executed_does_not_change_what_it_is_and_what_it_computes_i
                      {"activation_checkpointing": True, "control": True}, {"replay_share": 0.7},
                      {"decay_gamma": 5.0}, {"uniform_share": 0.5},
                      {"compute": str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")},
+                     {"muon_turns": 2}, {"optimizer": "adamw"}, {"optimizer": "adamw", "muon_turns": 2},
                      {"anchors": "on_policy"}, {"max_row_weight": 1}, {"patience": None}):  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "complete", lambda *a, **named: ids.append((named["parents"], named["meaning"])))
-            train.run(toys.config(site, **settings), cache, start=None, role="champion")
+            config = toys.config(site, **{"anchors": "uniform"} | settings)
+            train.run(config, cache, start=None, role="champion")
     assert all(one == ids[0] for one in ids[:7]), "with nothing to replay, its share means nothing"
     assert all(one != ids[0] for one in ids[7:])
+    assert ids[8] == ids[9], "AdamW has no turns"
 
 
 def test_how_much_is_staged_changes_a_run_only_where_states_are_on_storage(site, monkeypatch):
