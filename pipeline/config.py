@@ -169,8 +169,8 @@ class TrainConfig(Frozen):
     anchors_per_row: int = Field(32, gt=0)
     """At most this many anchors of one reply in one pass over it."""
     anchors: Literal["uniform", "on_policy"] = "on_policy"
-    """uniform: every legal anchor is as likely. on_policy: as likely as the drafter's own walk is to visit it, estimated
-    from what earlier steps accepted; the winner in bench/train.py. A stream's own rows have uniform ones."""
+    """uniform: every legal anchor is as likely. on_policy: as likely as the drafter's own walk is to visit it, by what
+    earlier steps accepted; bench/train.py compares them. A stream's own rows have uniform ones."""
     uniform_share: float = Field(0.25, gt=0, le=1)
     """Of on-policy anchors: the share that is drawn uniformly all the same."""
     max_row_weight: int = Field(16, gt=0)
