@@ -91,8 +91,10 @@ def test_a_step_of_rows_without_room_is_empty_and_everyone_skips_it(alone):
 
 
 def test_each_process_holds_half_of_every_parameter_when_sharded(together):
-    whole = result(together / "first", SAME[0], 0)["rows_held"]
-    halves = [result(together / "first", SAME[4], rank)["rows_held"] for rank in (0, 1)]
+    whole, *halves = (
+        result(together / "first", Case(name), rank)["rows_held"]
+        for name, rank in (("rows for both", 0), ("sharded", 0), ("sharded", 1))
+    )
     for name, rows in whole.items():
         assert halves[0][name] == -(-rows // 2) and halves[0][name] + halves[1][name] == rows
 
