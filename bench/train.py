@@ -196,9 +196,8 @@ def acceptance_at_equal_time(setting: Setting) -> dict[str, Figure]:
     peer = fastest_of_all(SPECULATORS, ground, small=setting.small)
     ground = with_train(ground, anchors_per_row=SMALL_STEPS["anchors_per_row"])
     vocabulary = 64 if setting.small else SMALL_STEPS["sampled_vocabulary"]
-    fast = with_train(
-        ground, sampled_vocabulary=vocabulary, muon_turns=SMALL_STEPS["muon_turns"]
-    )  # the peer has neither
+    # The peer has neither.
+    fast = with_train(ground, sampled_vocabulary=vocabulary, muon_turns=SMALL_STEPS["muon_turns"])
     sides = (Side("ours", fast, held, None), Side("speculators", ground, held, peer))
     rates, batches = ((2e-3,), (64,)) if setting.small else ((4e-3, 8e-3, 1.6e-2, 3.2e-2), (32, 64))
     trials = {side.name: tuned(side, rates=rates, batches=batches, seconds=setting.trial_seconds) for side in sides}

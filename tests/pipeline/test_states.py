@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from bench.oracles.trainers import resident
 from pipeline.errors import SchemaError, StageError
 from pipeline.shards import PartWriter, commit_part
 from pipeline.states import StatesFile, StateShards, StatesWriter
@@ -210,18 +211,12 @@ def test_what_was_read_stays_no_part_of_the_process(tmp_path):
     write_file(tmp_path / "s.arrow", [one])
     file = StatesFile(tmp_path / "s.arrow")
     words, copied = file.words(0), one[:1000].copy()
-    before = mapped_bytes()
+    before = resident("RssFile")
     assert np.array_equal(words, one)
-    assert mapped_bytes() - before > 12e6
+    assert resident("RssFile") - before > 12e6
     file.leave(words, copied)
-    assert mapped_bytes() - before < 4e6
+    assert resident("RssFile") - before < 4e6
     assert np.array_equal(words, one) and np.array_equal(copied, one[:1000])
-
-
-def mapped_bytes():
-    """What of files is in this process's memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile"))
 
 
 @pytest.mark.parametrize("states_format", ["bf16", "int8"])
