@@ -176,10 +176,11 @@ class TrainConfig(Frozen):
     max_row_weight: int = Field(16, gt=0)
     """A prompt that was served n times counts n times in the loss among those of its source, at most so often; 1: every
     row counts once."""
-    replay_share: float = Field(0.1, ge=0, lt=1)
+    replay_share: float = Field(0.5, ge=0, lt=1)
     """Share of the steps' rows that comes from earlier data, where there is some: the general states of
-    `slipstream init-drafter` and what --replay names. Against forgetting. It is the share of the loss, too: the weights
-    of each source are divided by their own mean, so traffic that repeats does not outweigh what is replayed."""
+    `slipstream init-drafter` and what --replay names. Against forgetting: less of it learns more from the traffic, and
+    forgets more of the rest (README). It is the share of the loss, too: the weights of each source are divided by their
+    own mean, so traffic that repeats does not outweigh what is replayed."""
     learning_rate: float = Field(2e-3, gt=0)
     """Of every optimiser: Muon steps have the size of AdamW's."""
     optimizer: Literal["muon", "adamw"] = "muon"

@@ -135,7 +135,7 @@ def test_the_card_tells_how_a_drafter_was_trained(config, tiny):
     card = model_card.render(config, "2", checkpoint, behind={}, decision=None, report=None)
     for told in (
         "| steps | 300 of 400, stopped early, at most 64 blocks each |",
-        "| replay | 10% of each step's rows, of general-states |",
+        "| replay | 50% of each step's rows, of general-states |",
         "| anchors | on_policy |",
         "| learning rate | 0.002, muon |",
         "| best step | 100, walk acceptance 2.500 on validation |",
