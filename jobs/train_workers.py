@@ -63,10 +63,10 @@ def compute_of_workers() -> Literal["float32", "bfloat16"]:
     """
     if ray.cluster_resources().get("GPU", 0) > 0:
         return "bfloat16"
-    from drafter.precision import has_matrix_tiles
+    from drafter.precision import has_fast_bfloat16
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-    ask = ray.remote(num_cpus=0)(has_matrix_tiles)
+    ask = ray.remote(num_cpus=0)(has_fast_bfloat16)
     there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     answers = ray.get([ask.options(scheduling_strategy=node).remote() for node in there])
     return "bfloat16" if answers and all(answers) else "float32"

@@ -181,7 +181,8 @@ def raced(
 ) -> Raced:
     """Turns in alternating order after a warm-up; ``steps`` of ours and of theirs a turn."""
     name = f"{setting.dtype}-{optimizer}"
-    ours = our_settings(ground, compute=setting.dtype, optimizer=optimizer)
+    same = {"anchors": "uniform"}  # as the peers draw theirs
+    ours = our_settings(ground, compute=setting.dtype, optimizer=optimizer, **same)
     theirs = peer_settings(ground, setting, optimizer=optimizer)
     folder = ground.work / "race"
     with (

@@ -88,10 +88,10 @@ def test_no_block_has_no_loss_and_no_gradient(dtype):
     assert float(loss.detach()) == 0 and parts.shape == (2, 0, 3) and hidden.grad.shape == (0, 3, 16)
 
 
-@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize("size", [64, 1000])
-def test_bfloat16_is_within_its_rounding_of_float32(size, has_tiles, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+def test_bfloat16_is_within_its_rounding_of_float32(size, is_fast, monkeypatch):
+    monkeypatch.setattr("drafter.precision.has_fast_bfloat16", lambda: is_fast)
     monkeypatch.setitem(loss_module._PIECES, "cpu", Piece(100, size))
     generator = torch.Generator().manual_seed(3)
     head = torch.randn(1000, 64, generator=generator).bfloat16()
@@ -107,7 +107,7 @@ def test_bfloat16_is_within_its_rounding_of_float32(size, has_tiles, monkeypatch
     assert abs(low - high) < 2e-3 * high
     assert (low_gradient - high_gradient).norm() < 2e-2 * high_gradient.norm()
     difference = (low_parts - high_parts).abs().max()
-    assert difference < (3 * 2**-9 * 30 if has_tiles else 1e-4), "logits are rounded where tiles do it, and reach 30"
+    assert difference < (3 * 2**-9 * 30 if is_fast else 1e-4), "logits are rounded where tiles do it, and reach 30"
 
 
 def test_decay_weights_are_the_published_ones():

@@ -17,6 +17,7 @@ import torch
 import drafter.train
 import jobs.train
 from drafter import train as stage
+from drafter.precision import has_fast_bfloat16
 from jobs import train_workers
 from jobs.session import ray_session
 from jobs.train_workers import require_visible, train_on_workers
@@ -98,8 +99,9 @@ def test_a_worker_that_does_not_see_the_folder_says_where_root_belongs(tmp_path)
 
 
 def test_what_auto_computes_in_is_that_of_the_machines_that_train_not_of_the_one_that_asks(tmp_path, monkeypatch):
-    are_fast = torch.cpu._is_amx_tile_supported()
+    are_fast = has_fast_bfloat16()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not are_fast)
+    monkeypatch.setattr("drafter.precision._vendor", lambda: "")
     config = toys.config(tmp_path)
     assert jobs.train.resolved(config, ()).train.compute == ("bfloat16" if are_fast else "float32")
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
@@ -112,7 +114,7 @@ def test_a_worker_trains_without_denormals_and_says_what_its_cpu_is_slow_at(tmp_
     left = []
     monkeypatch.setattr(drafter.train, "train_in", lambda *_: left.append(torch.full((9,), 1.2e-38).mul(0.1)))
     monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_local_world_size=lambda: 1))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("drafter.precision.has_fast_bfloat16", lambda: False)
     monkeypatch.setattr(train_workers, "start_logging", lambda: None)
     arguments = (tmp_path, toys.config(tmp_path, compute="bfloat16"))
     with caplog.at_level("WARNING", logger="slipstream"):
