@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.slipstream")
 TOKEN_ENV = "SLIPSTREAM_CONTROL_TOKEN"
 ROOTS_ENV = "SLIPSTREAM_DRAFTER_ROOTS"
 PREFIX = "/slipstream/"
+TAP = "/slipstream/tap/"  # the tap's own, whichever middleware is the outer one
 MAX_BODY_BYTES = 16 * 1024
 SWAP_KEYS = ("folder", "version", "sha256", "expected_version")
 
@@ -60,7 +61,7 @@ class ControlEndpoint:
         self.serving_config: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX) or scope["path"].startswith(TAP):
             await self.app(scope, receive, send)
             return
         try:

@@ -62,7 +62,12 @@ def fleet(tmp_path_factory):
         tap_dir=root / "traffic",
         tap_consent="header:X-Consent=yes",
         tap_subject_header="X-Subject",
-        env={"OMP_NUM_THREADS": "1", "SLIPSTREAM_TAP_TARGET": "f00d"},
+        env={
+            "OMP_NUM_THREADS": "1",
+            "SLIPSTREAM_TAP_TARGET": "f00d",
+            "SLIPSTREAM_TAP_OPT_OUT": "X-Never",
+            "SLIPSTREAM_TAP_WITHOUT_SUBJECT": "one_request",
+        },
     )
     with server:
         print(f"\nserver start {server.start_s} s")
@@ -198,16 +203,20 @@ def test_the_tap_writes_what_the_gateway_allowed_and_nothing_else(fleet):
     assert [line["response"]["text"] for line in lines] == [replies[0].text, replies[1].text]
     assert lines[0]["response"]["choices"][0]["token_ids"] == replies[0].token_ids
     assert lines[0]["drafter_version"] == "1"
+    spec = replies[0].spec
+    expected = {"num_drafts": spec["num_spec_steps"], "num_accepted_tokens": spec["num_accepted_draft_tokens"]}
+    assert expected.items() <= lines[0]["acceptance"].items()
 
 
 def logged(fleet, subject, *, count):
     """The traffic log and its records, once there are so many of a subject's: a thread of the server's writes them."""
     deadline = time.monotonic() + 30
     while True:
-        (log,) = (fleet.root / "traffic").glob("*.jsonl")
-        lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if sum(line["subject"] == subject for line in lines) >= count or time.monotonic() > deadline:
-            return log, lines
+        for log in (fleet.root / "traffic").glob("*.jsonl"):
+            lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if sum(line["subject"] == subject for line in lines) >= count:
+                return log, lines
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
 
 
@@ -221,7 +230,7 @@ def test_a_chats_exact_ids_are_on_record_are_those_rendered_here_and_are_used_ag
     assert all(reply.ok for reply in replies), [reply.error for reply in replies]
     log, lines = logged(fleet, "ben", count=3)
     found = [served_reply(line) for line in lines if line["subject"] == "ben"]
-    assert found[0] == found[1] is not None and found[2] is None
+    assert found[0] == found[1] == found[2] is not None, "the engine's ids are there without having been asked for"
     assert (list(found[0].ids), found[0].target) == (replies[0].token_ids, "f00d")
     renderer = Renderer(fleet.target)
     assert list(found[0].prompt_ids) == renderer.prompt_ids(ask["messages"])
