@@ -27,6 +27,8 @@ def served_reply(body: Mapping[str, Any]) -> ServedReply | None:
     As many ids must be there as the server counted: a stream may leave some out, and carries the count only where the
     client asked for usage.
 
+    One that ran into its limit while it was still thinking said nothing, and is no answer, whatever its ids.
+
     A reply that was read as tool calls ended at its end token like any other ("tool_calls" is what the route makes of
     that), and its ids are checked for it before they are used (pipeline/plan.py).
     """
@@ -40,9 +42,18 @@ def served_reply(body: Mapping[str, Any]) -> ServedReply | None:
     target, usage = body.get("target"), response.get("usage")
     counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     whole = prompt_ids and ids and counted == len(ids)
+    if reason == "length" and _only_thought(choices[0]):
+        return None
     if not whole or reason not in ("stop", "length") or not isinstance(target, str) or not target:
         return None
     return ServedReply(prompt_ids, ids, reason, target)
+
+
+def _only_thought(choice: Mapping[str, Any]) -> bool:
+    message = choice.get("message")
+    said = message if isinstance(message, Mapping) else choice  # the chat route's form, or the tap's
+    thoughts = said.get("reasoning") or said.get("reasoning_content")
+    return bool(thoughts) and not (said.get("content") or said.get("text") or said.get("tool_calls"))
 
 
 def _token_ids(value: Any) -> tuple[int, ...] | None:

@@ -28,15 +28,20 @@ TRIES, RETRY_WAIT_S = 4, 0.2
 T = TypeVar("T")
 
 
+def filesystem(uri: str, *, setting: str) -> tuple[fs.FileSystem, str]:
+    """The file system that a URI names, and the path in it. Raises: ConfigError, by the setting's name."""
+    try:
+        return fs.FileSystem.from_uri(uri)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{setting} = {uri!r}: cannot be opened ({error}); expected s3://bucket/prefix")
+
+
 class Storage:
     """A folder of an object storage. Raises: ConfigError on a URI that cannot be opened."""
 
     def __init__(self, uri: str):
         self.uri = uri.rstrip("/")
-        try:
-            self._files, self._folder = fs.FileSystem.from_uri(self.uri)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"capture.storage = {uri!r}: cannot be opened ({error}); expected s3://bucket/prefix")
+        self._files, self._folder = filesystem(self.uri, setting="capture.storage")
 
     def sha256(self, shard: Shard) -> str | None:
         """Hex SHA-256 of the stored object, read back whole; None where there is none of this size."""
