@@ -1,6 +1,6 @@
 """Collect: served requests → PromptSet.
 
-python jobs/collect.py --config slipstream.toml --set collect.redaction=none
+python jobs/collect.py --config slipstream.toml --set collect.redaction.names=not_redacted
 ray job submit --working-dir . -- python jobs/collect.py --config slipstream.toml
 """
 
@@ -11,24 +11,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import ray
-
-from jobs.session import job_main, start_logging
+from jobs.session import job_main
+from jobs.tasks import Tasks
 from pipeline import collect, stages
 from pipeline.artifacts import PromptSet
 from pipeline.config import Config
-from pipeline.split import load_key
 
 
 def run(config: Config) -> stages.Artifact[PromptSet]:
-    """The collected prompts. The log is read in a Ray task; the split key is read here, once."""
-    return ray.get(_collect.remote(config, load_key(config)))
-
-
-@ray.remote
-def _collect(config: Config, key) -> stages.Artifact[PromptSet]:
-    start_logging()
-    return collect.run(config, key=key)
+    """The collected prompts. Logs are read and rows are merged in Ray Data tasks; the split key is read here, once."""
+    return collect.run(config, workers=Tasks())
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -42,6 +42,7 @@ NUM_MAILS = 140
 CLIENTS = 16
 SWAP_CLIENTS, SWAP_MAILS = 4, 6
 TRAFFIC_DONE = "traffic.done"
+COMMIT_S = 6.0  # how old a traffic file grows
 CONSENT = ("x-gateway-consent", "training")
 SUBJECT, SLICE = "x-gateway-subject", "x-gateway-topic"
 
@@ -160,6 +161,7 @@ def _server(config: Config, registry: Registry, token: str) -> VllmServer:
         tap_consent=f"header:{CONSENT[0]}={CONSENT[1]}",
         tap_subject_header=SUBJECT,
         tap_slice_header=SLICE,
+        env={"SLIPSTREAM_TAP_FILE_MINUTES": f"{COMMIT_S / 60:g}"},
         drafter_roots=[config.root / "versions", config.root / "drafters"],
         token=token,
         prefix_caching=False,
@@ -191,7 +193,20 @@ def _serve_traffic(config: Config, server: VllmServer) -> None:
     drive_sync(server.base_url, requests, concurrency=CLIENTS, headers=headers, on_reply=progress)
     if failed := [reply.error for reply in replies if not reply.ok]:
         raise StageError(f"{len(failed)} of {NUM_MAILS} requests failed ({failed[0]}); see {server.log}")
+    _wait_for_log(config.root / "traffic")
     write_durably(done, b"")
+
+
+def _wait_for_log(folder: Path) -> None:
+    """Wait until the tap has committed what it wrote: a run that is resumed must find the same files.
+
+    Raises: StageError.
+    """
+    deadline = time.monotonic() + 10 * COMMIT_S
+    while not list(folder.glob("*.jsonl")) or list(folder.glob("*.open.*")):
+        if time.monotonic() > deadline:
+            raise StageError(f"{folder}: no committed traffic after {10 * COMMIT_S:g} s; GET /slipstream/tap/metrics")
+        time.sleep(0.1)
 
 
 def _deploy_under_load(config: Config, server: VllmServer, version: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class EnginePool:
                 yield _done(pickle.loads(batch.column("result")[0].as_py()))
         except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
             raise StageError(
-                f"the engines' run broke off: {_last_line(error)}. Committed parts stand; look at Ray's log, then run "
+                f"the engines' run broke off: {last_line(error)}. Committed parts stand; look at Ray's log, then run "
                 "the stage again"
             )
         finally:
@@ -88,7 +88,7 @@ class EnginePool:
                 logger.warning("engines: processes %s have not ended, and hold their memory", left)
 
     def _dataset(self, work: Work, parts: Sequence[int], desk: Any, num_engines: int) -> "ray.data.Dataset":
-        _keep_ray_data_quiet()
+        keep_ray_data_quiet()
         return ray.data.from_blocks([pa.table({"part": [index]}) for index in parts]).map_batches(
             EngineActor,
             fn_constructor_args=(self._start, work, desk, str(self._model)),
@@ -143,7 +143,7 @@ class EngineActor:
         except Exception as error:
             # The engine is in no known state: a new process takes its place and is given its parts.
             logger.exception("engines: part %d", index)
-            ray.get(self._desk.fault.remote(index, _last_line(error)))
+            ray.get(self._desk.fault.remote(index, last_line(error)))
             os._exit(1)
 
     def _started(self) -> tuple[Engine, Any]:
@@ -167,7 +167,7 @@ class EngineActor:
             raise
         except Exception as error:
             logger.exception("engines: loading %s", self._model)
-            raise StageError(f"an engine for {self._model} could not start: {_last_line(error)}")
+            raise StageError(f"an engine for {self._model} could not start: {last_line(error)}")
 
 
 def _load_target(model: Path, **settings: Any) -> Engine:
@@ -182,7 +182,7 @@ def _done(result: PartDone | SlipstreamError) -> PartDone:
     return result
 
 
-def _keep_ray_data_quiet() -> None:
+def keep_ray_data_quiet() -> None:
     """No progress bars and notices of Ray Data's own: the stages log theirs."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
@@ -190,6 +190,6 @@ def _keep_ray_data_quiet() -> None:
     context.print_on_execution_start = False
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

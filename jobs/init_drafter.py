@@ -22,6 +22,7 @@ from jobs.registry import Registry
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, write_durably
+from pipeline.collect_config import WindowConfig
 from pipeline.config import Config
 from pipeline.engines import Engines
 from pipeline.stages import Artifact
@@ -50,7 +51,10 @@ def general_states(config: Config, layers: Sequence[int], *, engines: Engines) -
             "sources": sources,
             "consent": "allow_all",
             "redaction": "none",
-            "served_models": (),  # nobody served these
+            "served_models": (),  # nobody served these, nor asked them at any time
+            "window": WindowConfig(),
+            "near_similarity": "off",
+            "max_prompt_tokens": None,
             "max_prompts": config.init.num_prompts,
             "gate_share": config.init.gate_share,
         }

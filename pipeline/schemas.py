@@ -15,7 +15,11 @@ PROMPTS = pa.schema(
         ("split", pa.string()),  # train, validation or gate
         ("slice", pa.string()),  # a group of requests reported apart, e.g. the route
         ("slices", pa.string()),  # every group it is in, as canonical JSON: dimension → value (pipeline/slices.py)
-        ("weight", pa.int32()),  # how many served requests this row stands for (exact duplicates)
+        ("weight", pa.int32()),  # how many served requests this row stands for: duplicates and near ones
+        ("inclusion_probability", pa.float64()),  # weight / this: requests served, over all rows without bias
+        ("last_seen", pa.float64()),  # when the newest of them was served, seconds since 1970; null where not on record
+        ("subjects", pa.list_(pa.string())),  # keyed hashes of all whose requests they are, and
+        ("subject_weights", pa.list_(pa.int32())),  # how many of each
         ("messages", pa.string()),  # JSON in the request's own order, which templates may write out
         ("tools", pa.string()),  # the same, or null
         ("template_args", pa.string()),  # canonical JSON of chat_template_kwargs, "{}" where none
@@ -28,6 +32,20 @@ PROMPTS = pa.schema(
         ("served_finish_reason", pa.string()),
         ("served_by", pa.string()),  # fingerprint id of the target that served it (pipeline/fingerprint.py)
         ("source", pa.string()),  # file:line of the first record it came from
+    ]
+)
+
+# A record that was read, and rows of equal records (pipeline/distinct.py): what PROMPTS are made of.
+COLLECTED = pa.schema(
+    [
+        ("rank", pa.string()),  # keyed hash: the order in which rows are sampled and written
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("part", pa.int32()),  # which record of the line
+        ("served", pa.float64()),  # sum of 1 / the tap's own probability of writing each record
+        ("person", pa.string()),  # conversation, where it is a subject that the record names; else null
+        ("accepted_per_step", pa.float64()),  # of the served reply, where on record
+        *(field for field in PROMPTS if field.name not in ("split", "inclusion_probability")),
     ]
 )
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = {"pipeline", "drafter", "jobs", "serving"}
 SERVING_BRINGS = {
     "vllm", "torch", "transformers", "safetensors", "numpy", "aiohttp", "httpx", "starlette", "fastapi", "pydantic",
-    "prometheus_client", "uvicorn",
+    "prometheus_client", "uvicorn", "cryptography",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import collect
+from pipeline import collect, redaction
 from pipeline.canonical import canonical_request
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, Rejected, StageError
@@ -53,9 +53,58 @@ def test_only_records_that_carry_consent_are_kept_unless_allow_all_is_typed_out(
     assert len(run({"a.jsonl": records}, overrides=["collect.consent=allow_all"])[0]) == 3
 
 
-def test_nothing_is_collected_before_someone_types_that_no_redaction_is_needed(run):
-    with pytest.raises(ConfigError, match="no redactor ships yet"):
-        run({"a.jsonl": [user("a")]}, overrides=["collect.redaction=required"])
+REDACTED = ("collect.redaction={names = 'not_redacted'}",)
+
+
+def test_nothing_is_collected_before_someone_says_what_becomes_of_names(run):
+    with pytest.raises(ConfigError, match="names=not_redacted"):
+        run({"a.jsonl": [user("a")]}, overrides=["collect.redaction={}"])
+
+
+def test_personal_data_is_replaced_alike_in_a_conversation_before_anything_else_reads_it(run):
+    mail, card = "anna.berg@firma.de", "4539 1488 0343 6467"
+    records = [
+        user(f"I am {mail}", conversation="c1"),
+        user(f"Again {mail}, card {card}", conversation="c1"),
+        user(f"I am {mail}", conversation="c2", slice=mail),
+        {**user("x", tools=json.dumps([{"type": "function", "function": {"name": mail}}])), "id": f"of {mail}"},
+        user("hello there"),
+    ]
+    rows, artifact, rejects = run({"a.jsonl": records}, overrides=REDACTED)
+    texts = {row["source"][-1]: json.loads(row["messages"])[0]["content"] for row in rows}
+    assert texts["1"].split()[-1] == texts["2"].split()[1].strip(",") != texts["3"].split()[-1]
+    assert texts["5"] == "hello there"
+    counts = artifact.manifest.counts
+    assert {name: n for name, n in counts.items() if name.startswith("redacted_")} == {
+        "redacted_card": 1,
+        "redacted_email": 4,
+    }
+    assert artifact.manifest.rejects == {"personal_data_in_settings": 1}
+    written = b"".join(path.read_bytes() for path in artifact.folder.rglob("*") if path.is_file()).decode(
+        errors="replace"
+    )
+    assert not any(value in written + json.dumps(rows) + json.dumps(rejects) for value in (mail, "anna", card))
+
+
+def test_the_same_key_redacts_alike_and_other_settings_or_libraries_are_other_prompts(run, monkeypatch):
+    records = [user(f"mail {n}: anna{n}@firma.de", subject=f"s{n}") for n in range(20)]
+    first, second = (run({"a.jsonl": records}, overrides=REDACTED) for _ in range(2))
+    assert first[0] == second[0] and first[1].id == second[1].id
+    fewer = ("collect.redaction={names = 'not_redacted', phone_regions = ['US']}",)
+    ids = {first[1].id, run({"a.jsonl": records}, overrides=fewer)[1].id, run({"a.jsonl": records})[1].id}
+    monkeypatch.setattr(redaction.metadata, "version", lambda name: "another")
+    assert len({*ids, run({"a.jsonl": records}, overrides=REDACTED)[1].id}) == 4
+
+
+def test_a_served_reply_stands_only_where_redaction_changed_nothing(run):
+    def served(text, reply):
+        choice = {"message": {"content": reply}, "token_ids": [5, 6], "finish_reason": "stop"}
+        response = {"prompt_token_ids": [1, 2], "choices": [choice], "usage": {"completion_tokens": 2}}
+        return user(text, response=response, target="t")
+
+    records = [served("hello there", "ok"), served("I am anna@firma.de", "ok"), served("who?", "ask anna@firma.de")]
+    rows, _, _ = run({"a.jsonl": records}, overrides=REDACTED)
+    assert {row["source"][-1]: row["served_ids"] for row in rows} == {"1": [5, 6], "2": None, "3": None}
 
 
 def test_equal_prompts_become_one_row_that_stands_for_all_of_them(run):
@@ -148,7 +197,7 @@ def test_what_cannot_be_asked_again_is_rejected_by_its_reason(run):
     rows, artifact, rejects = run({"a.jsonl": records}, overrides=["collect.max_reject_share=1.0"])
     assert len(rows) == 1
     assert artifact.manifest.rejects == {
-        "unsupported_content": 1,
+        "unsupported_image": 1,
         "unsupported_n": 1,
         "unsupported_logit_bias": 1,
         "malformed_response_format": 1,
@@ -215,7 +264,8 @@ def test_columns_are_the_same_whatever_the_rows_hold_and_structure_survives(run)
         {"role": "tool", "content": "r"},
     ]
     files = {"a.jsonl": plain, "b.jsonl": parts, "c.jsonl": [user("y", messages=calls)]}
-    rows, artifact, _ = run(files, order=["c.jsonl", "b.jsonl", "a.jsonl"])
+    overrides = ["collect.near_similarity=off"]
+    rows, artifact, _ = run(files, order=["c.jsonl", "b.jsonl", "a.jsonl"], overrides=overrides)
     schema = pq.read_schema(artifact.folder / "prompts-00000.parquet")
     assert schema.equals(PROMPTS)
     assert schema.field("messages").type == pa.string()

@@ -42,6 +42,11 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("capture.stream=true", ["capture: ", "needs max_bytes"]),
         ('regenerate.engine_args={dtype="half"}', ["dtype: set by Slipstream"]),
         ("regenerate.reuse=exact", ["needs collect.served_models"]),
+        ("collect.redaction=maybe", ["collect.redaction: ", "'none'", "maybe"]),
+        ("collect.redaction.namez=x", ["collect.redaction.namez: ", "Extra inputs"]),
+        ('collect.redaction.custom=[{name="a", pattern="("}]', ["custom.0.pattern", "not a regular expression"]),
+        ('collect.redaction.custom=[{name="a", pattern="x*"}]', ["custom.0.pattern", "matches the empty text"]),
+        ('collect.redaction.custom=[{name="A B", pattern="x"}]', ["custom.0.name", "should match pattern"]),
         ("sweep.learning_rates=[]", ["sweep.learning_rates", "at least 1 item"]),
         ("sweep.learning_rates=[1e-3, 0.0]", ["sweep.learning_rates.1", "greater than 0"]),
         ("sweep.learning_rates=[-1e-3]", ["sweep.learning_rates.0", "greater than 0"]),
@@ -51,6 +56,10 @@ def test_relative_paths_are_relative_to_the_file_not_to_where_one_stands(toml, t
         ("train.decay_gamma=0", ["train.decay_gamma", "greater than 0"]),
         ("train.seed=-1", ["train.seed", "greater than or equal to 0"]),
         ("train.seed=4294967296", ["train.seed", "less than 4294967296"]),
+        ('collect.sample_by=["nation"]', ["collect.sample_by.0", "'tenant', 'route'", "nation"]),
+        ("collect.near_similarity=0.3", ["collect.near_similarity", "greater than or equal to 0.5"]),
+        ("collect.max_prompt_tokens=0", ["collect.max_prompt_tokens", "greater than 0"]),
+        ("collect.max_subject_share=0", ["collect.max_subject_share", "greater than 0"]),
         ("train.dpace_alpha=3", ["train.dpace_alpha", "less than or equal to 1"]),
     ],
 )
@@ -93,3 +102,10 @@ def test_every_shipped_config_is_read_and_every_key_in_it_is_known(path):
     config = load_config(path)
     assert isinstance(config, Config)
     assert set(tomllib.loads(path.read_text())) <= set(Config.model_fields)
+
+
+def test_redaction_is_on_unless_the_word_none_is_typed_and_a_model_is_named_alone_or_in_a_list(toml):
+    assert load_config(toml).collect.redaction.names == "required"
+    assert load_config(toml, ["collect.redaction=none"]).collect.redaction == "none"
+    for names in ("en_core_web_lg", '["en_core_web_lg"]'):
+        assert load_config(toml, [f"collect.redaction.names={names}"]).collect.redaction.names == ("en_core_web_lg",)

@@ -8,7 +8,8 @@ import pytest
 
 from pipeline import collect, gate_prompts
 from pipeline.artifacts import ResponseSet, TargetFingerprint, describe_file
-from pipeline.config import CollectConfig, Config
+from pipeline.collect_config import CollectConfig
+from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError
 from pipeline.plan import plan
 from pipeline.schemas import PROMPTS, RESPONSES
