@@ -68,6 +68,13 @@ def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rollback=True, version=None)
 
 
+def _erase_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "as the requests named them: the subject header, or the conversation"
+    parser.add_argument("--subject", action="append", default=[], metavar="NAME", help=about)
+    kept = "a file with one a line, - for the standard input: keeps names out of the shell's history"
+    parser.add_argument("--subjects-file", type=_path, metavar="FILE", help=kept)
+
+
 def _path(text: str) -> Any:
     from pathlib import Path
 
@@ -107,7 +114,7 @@ COMMANDS: dict[str, Command] = {
     "collect": Command(
         "jobs.collect",
         "served requests → prompts: consent, duplicates counted, split for good",
-        "slipstream collect --set 'collect.sources=[\"/logs/traffic\"]' --set collect.redaction=none",
+        "slipstream collect --set 'collect.sources=[\"/logs/traffic\"]' --set collect.redaction.names=not_redacted",
         more="Reads .jsonl and .jsonl.gz: the tap's records, OpenAI-style logs, or lines with messages or prompt.\n"
         "Rejected lines are listed in rejects.jsonl with file, line and reason, never with text.",
     ),
@@ -195,6 +202,20 @@ COMMANDS: dict[str, Command] = {
         more="Takes a version's number, or the id of a drafter, of prompts, responses or states, or of one row.",
         needs_ray=False,
         add_arguments=_lineage_arguments,
+    ),
+    "erase": Command(
+        "jobs.erase",
+        "every request of a subject leaves the run root; versions that learned from one get a deadline",
+        "slipstream erase --subject customer-4711",
+        more="A keyed hash remains, by which records that turn up later are dropped.",
+        needs_ray=False,
+        add_arguments=_erase_arguments,
+    ),
+    "expire": Command(
+        "jobs.expire",
+        "rows whose newest request is older than retention.ttl_days leave the run root",
+        "slipstream expire --set retention.ttl_days=90",
+        needs_ray=False,
     ),
     "status": Command(
         "jobs.status",

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from jobs import attachments, learned_rows
 from jobs.history import nothing_registered, table
 from jobs.model_card import counted, figure, lift_of
-from jobs.registry import WHY, Registry, Version
+from jobs.registry import WHY, Registry, Version, chain_of
 from jobs.session import job_main
 from pipeline.artifacts import AcceptanceReport, GateDecision, TargetFingerprint
 from pipeline.config import Config
@@ -79,7 +79,7 @@ def _data(version: Version, manifests: Mapping[str, Mapping[str, Any]]) -> list[
         manifest = manifests.get(derivation)
         rows.append((kind, f"{derivation}  {counted(manifest) if manifest else 'manifest neither here nor in MLflow'}"))
         for source in (manifest or {}).get("config", {}).get("sources", ()):
-            rows.append(("", f"from {source}"))
+            rows.append(("", f"from {source['path'] if isinstance(source, dict) else source}"))
     for name, derivation in version.data.items():
         if name.endswith(".states"):
             manifest = manifests.get(derivation)
@@ -157,7 +157,7 @@ def _learners(
     """The versions that learned, themselves or through a drafter that they were trained from."""
     rows = []
     for version in versions.values():
-        for steps, ancestor in enumerate(_chain(versions, version)):
+        for steps, ancestor in enumerate(chain_of(versions, version)):
             if learned(ancestor):
                 how = "itself" if steps == 0 else f"through version {ancestor.number}, which it was trained from"
                 aliases = ", ".join(_aliases(registry, config.model_name, version))
@@ -175,16 +175,8 @@ def _made_from(version: Version) -> tuple[str, ...]:
     return (*version.data.values(), *version.parents.values())
 
 
-def _chain(versions: Mapping[str, Version], version: Version) -> list[Version]:
-    """A version, the one that it was trained from, and so on, as far as they are registered."""
-    chain = [version]
-    while (start := versions.get(chain[-1].parents.get("start", ""))) is not None and start not in chain:
-        chain.append(start)
-    return chain
-
-
 def _parents(versions: Mapping[str, Version], version: Version) -> str:
-    chain = _chain(versions, version)
+    chain = chain_of(versions, version)
     words = [f"version {one.number} ({one.derivation})" for one in chain[1:]]
     if (start := chain[-1].parents.get("start")) is not None:
         words.append(f"drafter {start}, not registered here")

@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, stream, train
+from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, stream, train, unlearn
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import (
@@ -58,13 +58,14 @@ def learn(
     engines = engines or regenerate.engines_of(config, layers)
     prompts, responses, states = _gather(config, layers, engines)
     drafters = {"champion": champion}
-    if champion.manifest.parents.get("states") == states.id:
+    start = unlearn.clean_start(config, champion)
+    if start is champion and champion.manifest.parents.get("states") == states.id:
         return Learned(prompts, responses, states, drafters)
     replay = train.to_replay(config, states, role="challenger")
     drafters["challenger"] = (
-        stream.train_on(config, responses, states, start=champion, role="challenger", replay=replay, engines=engines)
+        stream.train_on(config, responses, states, start=start, role="challenger", replay=replay, engines=engines)
         if config.capture.stream
-        else train.run(config, states, start=champion, role="challenger", replay=replay)
+        else train.run(config, states, start=start, role="challenger", replay=replay)
     )
     stages.set_current(config.root, "challenger", drafters["challenger"])
     if config.train.control:

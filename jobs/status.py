@@ -7,7 +7,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs.registry import Registry
+from jobs.registry import UNLEARN_BY, Registry
 from jobs.session import job_main
 from pipeline import artifacts, stages
 from pipeline.config import Config
@@ -36,9 +36,15 @@ def run(config: Config) -> list[str]:
     versions = {alias: registry.alias(config.model_name, alias) for alias in ALIASES}
     lines.append(f"model {config.model_name}")
     for alias, version in versions.items():
-        state = f"version {version}, {registry.state(config.model_name, version)}" if version else "-"
+        state = _of_version(registry, config.model_name, version) if version else "-"
         lines.append(f"  {alias:<11}{state}")
     return lines + [f"! {line}" for line in registry.log.disagreements(config.model_name)]
+
+
+def _of_version(registry: Registry, model: str, version: str) -> str:
+    due = registry.tags(model, version).get(UNLEARN_BY)
+    late = "" if due is None else f", learned from what was erased: out of service by {due}"
+    return f"version {version}, {registry.state(model, version)}{late}"
 
 
 def _target_line(config: Config) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs import unlearn
 from jobs.attachments import data_behind, datasets_behind
 from jobs.registry import Registry, data_tags, lineage_tags
 from jobs.session import job_main
@@ -136,8 +137,9 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     role = arguments.role
     states = stages.current(config.root, CACHES[role], HiddenStateCache)
     champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    start = unlearn.clean_start(config, champion) if role == "challenger" else champion
     replay = to_replay(config, states, role=role, named=arguments.replay)
-    stages.set_current(config.root, role, run(config, states, start=champion, role=role, replay=replay))
+    stages.set_current(config.root, role, run(config, states, start=start, role=role, replay=replay))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -140,7 +140,7 @@ def sweep(
     root = Path(root)
     for leftover in (root / HiddenStateCache.kind).glob(f"{REMOVED}*"):
         cache = leftover.name.removeprefix(REMOVED).rsplit("-", 1)[0]
-        _remove(leftover.with_name(cache), "a removal that was interrupted", leftover)
+        remove_cache(leftover.with_name(cache), "a removal that was interrupted", leftover)
     gone = []
     for cache in _caches(root, keep):
         age_hours = (time.time() - _last_change(cache)) / 3600
@@ -150,7 +150,7 @@ def sweep(
             why = f"the oldest, and {_size(lacking)} more are needed"
         else:
             continue
-        if _remove(cache, why):
+        if remove_cache(cache, why):
             gone.append(cache.name)
     return gone
 
@@ -163,7 +163,7 @@ def _lacking(root: Path, need: int, max_bytes: int | None) -> int:
     return lacking
 
 
-def _remove(cache: Path, why: str, leftover: Path | None = None) -> bool:
+def remove_cache(cache: Path, why: str, leftover: Path | None = None) -> bool:
     """Remove a cache, here and on storage, or what is left of one; whether it could be."""
     try:
         with exclusive(cache, "sweep"):

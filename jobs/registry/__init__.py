@@ -10,19 +10,33 @@ from jobs.registry.alias_log import ANY
 from jobs.registry.moves import AliasMoved, Move
 from jobs.registry.registry import Registry
 from jobs.registry.runs import Dataset, metric_name
-from jobs.registry.version import FAILED, PASSED, PENDING, WHY, Version, data_tags, lineage_tags
+from jobs.registry.version import (
+    FAILED,
+    PASSED,
+    PENDING,
+    UNLEARN_BY,
+    UNLEARN_WHY,
+    WHY,
+    Version,
+    chain_of,
+    data_tags,
+    lineage_tags,
+)
 
 __all__ = [
     "ANY",
     "FAILED",
     "PASSED",
     "PENDING",
+    "UNLEARN_BY",
+    "UNLEARN_WHY",
     "WHY",
     "AliasMoved",
     "Dataset",
     "Move",
     "Registry",
     "Version",
+    "chain_of",
     "data_tags",
     "lineage_tags",
     "metric_name",

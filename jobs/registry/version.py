@@ -13,6 +13,7 @@ CONTENT = "slipstream.content_id"
 STATE = "slipstream.state"
 WHY = "slipstream.state_reason"
 ATTACHED = "slipstream.attached"
+UNLEARN_BY, UNLEARN_WHY = "slipstream.unlearn_by", "slipstream.unlearn_why"
 _PARENT = "slipstream.parent."
 _DATA = "slipstream.data."
 
@@ -31,6 +32,11 @@ class Version:
         return self.tags[STATE]
 
     @property
+    def unlearn_by(self) -> str | None:
+        """When it has to be out of service, since it learned from what was erased (a date); None where it may stay."""
+        return self.tags.get(UNLEARN_BY)
+
+    @property
     def parents(self) -> dict[str, str]:
         """Role → derivation id of what the drafter was made from."""
         return _under(_PARENT, self.tags)
@@ -39,6 +45,14 @@ class Version:
     def data(self) -> dict[str, str]:
         """Kind → derivation id of the data behind it: prompts, responses, states."""
         return _under(_DATA, self.tags)
+
+
+def chain_of(versions: Mapping[str, Version], version: Version) -> list[Version]:
+    """A version, the one that it was trained from, and so on, as far as they are registered (by derivation id)."""
+    chain = [version]
+    while (start := versions.get(chain[-1].parents.get("start", ""))) is not None and start not in chain:
+        chain.append(start)
+    return chain
 
 
 def lineage_tags(checkpoint: Artifact[DrafterCheckpoint]) -> dict[str, str]:
