@@ -34,7 +34,12 @@ def config(tmp_path_factory):
             },
             "drafter": {"block_size": 4, "target_layer_ids": (1, 3, 4)},
             "init": {"num_prompts": 32, "steps": 6},
-            "collect": {"sources": (root / "runs" / "traffic",), "redaction": "none", "gate_share": 0.4},
+            "collect": {
+                "sources": (root / "runs" / "traffic",),
+                "redaction": "none",
+                "gate_share": 0.4,
+                "near_similarity": "off",
+            },
             "regenerate": {"max_tokens": 24},
             "train": {
                 "steps": 12,

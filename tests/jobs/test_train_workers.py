@@ -122,4 +122,4 @@ def test_a_worker_trains_without_denormals_and_says_what_its_cpu_is_slow_at(tmp_
         thread.start()
         thread.join()
     assert not left[0].count_nonzero()
-    assert "many times as fast" in caplog.text
+    assert "where float32 is faster" in caplog.text

@@ -108,7 +108,7 @@ def test_a_log_that_changed_under_a_window_is_named_and_not_read_as_if_it_had_no
         collect.run(config, now=NOON)
 
 
-@pytest.mark.parametrize("moment", range(1, 30, 3))
+@pytest.mark.parametrize("moment", range(1, 30, 6))
 def test_a_run_that_is_killed_anywhere_ends_as_one_that_was_not(configure, tmp_path, moment):
     for number in range(3):
         records = [asked(n % 97, subject=f"s{n % 11}") for n in range(number, 300, 3)]
