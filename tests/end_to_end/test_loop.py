@@ -1,6 +1,7 @@
 """The whole loop on a real engine and a tiny target: from served prompts to a swapped drafter, and back."""
 
 import os
+import time
 from itertools import islice
 
 import pytest
@@ -34,12 +35,7 @@ def config(tmp_path_factory):
             },
             "drafter": {"block_size": 4, "target_layer_ids": (1, 3, 4)},
             "init": {"num_prompts": 32, "steps": 6},
-            "collect": {
-                "sources": (root / "runs" / "traffic",),
-                "redaction": "none",
-                "gate_share": 0.4,
-                "near_similarity": "off",
-            },
+            "collect": {"sources": (root / "runs" / "traffic",), "redaction": "none", "gate_share": 0.4},
             "regenerate": {"max_tokens": 24},
             "train": {
                 "steps": 12,
@@ -72,7 +68,7 @@ def config(tmp_path_factory):
     )
 
 
-def serve_mails(server):
+def serve_mails(server, traffic):
     mails = list(islice(support_mails.prompts(NUM_MAILS, seed=3), NUM_MAILS))
     requests = [
         {"model": server.served_name, "messages": m["messages"], "max_tokens": 24, "temperature": 0.0} for m in mails
@@ -83,6 +79,10 @@ def serve_mails(server):
     ]
     replies = drive_sync(server.base_url, requests, concurrency=8, headers=headers)
     assert [reply.error for reply in replies if not reply.ok] == []
+    deadline = time.monotonic() + 60
+    while sum(log.read_bytes().count(b"\n") for log in traffic.glob("*.jsonl")) < NUM_MAILS - 1:  # one says no
+        assert time.monotonic() < deadline, "the tap's process has not written what was served"
+        time.sleep(0.1)
 
 
 def free_port():
@@ -121,7 +121,7 @@ def test_served_prompts_become_a_swapped_drafter_and_every_stage_runs_once(confi
             }
         )
         with server:
-            serve_mails(server)
+            serve_mails(server, config.root / "traffic")
             learned = loop.learn(config)
             report, decision = loop.judge(config, learned)
             version = promote.run(config, decision, learned.drafters["challenger"])
