@@ -26,7 +26,7 @@ demo: install
 	$(BIN)/slipstream demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-services: install
 	@packaging/install_services "$(PIP)"
