@@ -1,10 +1,10 @@
 """Real Ray Train workers: one that is lost, and one that finds that its run cannot go on."""
 
-import os
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,17 +55,24 @@ def trained(root):
 
 def workers():
     """This Ray's training workers."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ended while we looked
+            if "RayTrainWorker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def kill_one_amid(root, killed):
     """Signal 9 to one of two workers, once there is a checkpoint."""
     deadline = time.monotonic() + 600  # a busy machine takes minutes to start them
+    while len(there := workers()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    # They are looked up first: a tiny run is over in less time than that takes on a busy machine.
     while not list(root.glob("drafters/*/resume.pt")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for worker in workers()[:1]:
-        os.kill(worker.pid, signal.SIGKILL)
+    for worker in there[:1]:
+        worker.send_signal(signal.SIGKILL)
         killed.append(worker.pid)
 
 

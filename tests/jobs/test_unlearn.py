@@ -21,9 +21,8 @@ NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture
-def built(tmp_path, empty_database, tiny, monkeypatch):
+def built(tmp_path, empty_database, tiny):
     """Version 1 from general prompts, and version 2 from it and what was collected of anna and berta."""
-    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
     root = tmp_path / "root"
     root.mkdir()
     shutil.copy(empty_database, root / "mlflow.db")

@@ -21,9 +21,8 @@ def user(text, **more):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Collect these files' records; returns rows, manifest and rejects."""
-    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
     tries = iter(range(1000))
 
     def collect_files(files, *, overrides=(), order=None):

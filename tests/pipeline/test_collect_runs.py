@@ -36,9 +36,8 @@ def lines(records):
 
 
 @pytest.fixture
-def configure(tmp_path, monkeypatch):
+def configure(tmp_path):
     """A configuration of the log folder of this test; overrides as on the command line."""
-    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
     (tmp_path / "traffic").mkdir()
 
     def configure(*overrides, root="root"):

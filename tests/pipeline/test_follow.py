@@ -69,6 +69,7 @@ def test_the_estimate_is_of_this_runs_speed_without_what_was_there_and_what_engi
     clock = iter([100.0, 110.0, 115.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("slipstream"), "handlers", [])  # pytest's own is the root's too
     with caplog.at_level(logging.INFO, "slipstream"):
         following = Progress("regenerate", total_rows=100, rows_before=60)
         following.add(rows=10, tokens=500, seconds=seconds)

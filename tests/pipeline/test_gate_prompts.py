@@ -115,9 +115,8 @@ def test_warming_up_leaves_no_whole_prompt_in_a_cache(config, tmp_path):
     assert all(len(row["prompt_ids"]) <= 8 for row in found.warm_up)
 
 
-def answered(config, tmp_path, monkeypatch, *records):
+def answered(config, tmp_path, *records):
     """Responses to collected records, all of them gate rows that the target answered greedily."""
-    monkeypatch.setenv("SLIPSTREAM_SPLIT_KEY", "the split key of these tests")
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"consent": "recorded", **record}) + "\n" for record in records))
     prompts = collect.run(config.model_copy(update={"collect": CollectConfig(sources=(log,), redaction="none")}))
@@ -135,9 +134,9 @@ def answered(config, tmp_path, monkeypatch, *records):
     return Artifact(folder, ResponseSet(derivation_id="r", parents=parents, shards=shards, fingerprint=TARGET))
 
 
-def test_the_traffics_own_sampling_of_a_gate_row_is_not_lost_to_its_greedy_answer(config, tmp_path, monkeypatch):
+def test_the_traffics_own_sampling_of_a_gate_row_is_not_lost_to_its_greedy_answer(config, tmp_path):
     records = [said("warm", temperature=0.5, top_k=7, stop=["x"]), said("cold", temperature=0), said("silent")]
-    responses = answered(config, tmp_path, monkeypatch, *records)
+    responses = answered(config, tmp_path, *records)
     traffic = gate_prompts.from_responses(with_evaluate(config, sampling="traffic"), responses, block_size=4)
     found = [{k: v for k, v in row["sampling"].items() if k != "seed"} for row in traffic.gate]
     assert sorted(found, key=str) == [{"temperature": 0.0}, {"temperature": 0.5, "top_k": 7}, {}]
