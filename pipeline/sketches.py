@@ -39,13 +39,13 @@ SKETCHES = pa.schema(
 class Sketching:
     """How prompts are sketched; small enough to be sent to every worker."""
 
-    secret: bytes
+    key: SplitKey
     boilerplate: Boilerplate
 
     @property
     def seed(self) -> int:
         """64 bits that the pieces are hashed under."""
-        return shingle_seed(SplitKey(self.secret))
+        return shingle_seed(self.key)
 
 
 def shingle_seed(key: SplitKey) -> int:
@@ -86,7 +86,7 @@ def sketch(rows: Sequence[Mapping[str, Any]], sketching: Sketching) -> pa.Record
 
     Some thousand rows a batch are enough to keep all overheads small.
     """
-    key, seed = SplitKey(sketching.secret), sketching.seed
+    key, seed = sketching.key, sketching.seed
     pieces = [
         prompt_shingles(row["messages"], row["group"], boilerplate=sketching.boilerplate, seed=seed) for row in rows
     ]

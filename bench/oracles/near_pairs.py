@@ -19,8 +19,9 @@ from bench.figures import Figure, at_least, shown
 from pipeline.near_duplicates import near_duplicates, near_pairs
 from pipeline.shingles import Boilerplate, find_boilerplate, sampled_prompts
 from pipeline.sketches import NUM_PERM, Sketches, Sketching, sketch, sketch_batch, write_sketches
+from pipeline.split import SplitKey
 
-_SECRET = b"the key of a bench, long enough"
+_KEY = SplitKey(b"the key of a bench, long enough")
 _KINDS = ("latin", "han", "code")
 
 
@@ -87,8 +88,8 @@ def sketches_of(texts: Sequence[str], folder: Path, *, groups: Sequence[str] = (
         }
         for number, text in enumerate(texts)
     ]
-    plain = Sketching(_SECRET, Boilerplate())
-    sketching = Sketching(_SECRET, _boilerplate(rows, plain.seed)) if groups else plain
+    plain = Sketching(_KEY, Boilerplate())
+    sketching = Sketching(_KEY, _boilerplate(rows, plain.seed)) if groups else plain
     paths = []
     for first in range(0, len(rows), per_file):
         paths.append(folder / f"sketches-{first}.arrow")

@@ -1,5 +1,6 @@
 import itertools
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pipeline.sketches import (
 from pipeline.split import SplitKey
 
 KEY = SplitKey(b"the split key of these tests")
-PLAIN = Sketching(KEY.secret, Boilerplate())
+PLAIN = Sketching(KEY, Boilerplate())
 
 
 def chat(*texts, system=None):
@@ -170,7 +171,7 @@ def sketching_of(rows):
     samples = {}
     for index in sampled_prompts(groups, threads, ranks).tolist():
         samples.setdefault(rows[index]["group"], []).append(rows[index]["messages"])
-    return Sketching(KEY.secret, find_boilerplate(samples, seed=shingle_seed(KEY)))
+    return Sketching(KEY, find_boilerplate(samples, seed=shingle_seed(KEY)))
 
 
 def test_what_a_routes_users_all_paste_makes_no_duplicates_of_them(search):
@@ -444,6 +445,13 @@ def test_scratch_leaves_nothing_behind(tmp_path, search):
     (tmp_path / "scratch").mkdir()
     near_duplicates(sketches, similarity=0.8, scratch=tmp_path / "scratch")
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_how_prompts_are_sketched_can_be_sent_to_workers_and_shows_no_key():
+    told = repr(PLAIN)
+    assert "split key of these tests" not in told
+    rows = [row(f"r{n}", sentence(n)) for n in range(3)]
+    assert sketch(rows, pickle.loads(pickle.dumps(PLAIN))).equals(sketch(rows, PLAIN))
 
 
 def test_the_seed_of_pieces_is_the_run_roots_own():
