@@ -90,7 +90,7 @@ class Choosing:
         samples: dict[str, list[str]] = {}
         for place in picked.tolist():
             samples.setdefault(str(names[codes[place]]), []).append(messages[place])
-        found = find_boilerplate(samples, seed=Sketching(self.key.secret, Boilerplate()).seed)
+        found = find_boilerplate(samples, seed=Sketching(self.key, Boilerplate()).seed)
         left_out = subjects.too_small(min_subjects=self.settings.min_subjects)
         body = {
             "pieces": found.pieces.tolist(),
@@ -108,7 +108,7 @@ class Choosing:
             table = self._read(group, names)
             rows = table.filter(pc.invert(pc.is_in(table["tenant"], self._left_out))).to_pylist()
             common = Boilerplate(np.array(self._common["pieces"], np.uint32), frozenset(self._common["groups"]))
-            write_sketches(path, sketch(rows, Sketching(self.key.secret, common)))
+            write_sketches(path, sketch(rows, Sketching(self.key, common)))
         return group
 
     def choose(self) -> dict[str, Any]:
