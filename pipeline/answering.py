@@ -27,6 +27,8 @@ from pipeline.rows import num_rows, read_rows
 from pipeline.schemas import PROMPTS, RESPONSES
 from pipeline.shards import Part, commit_part, drop_part, part_path, read_part, write_table
 
+_KEPT = ("row_id", "conversation", "split", "slice", "slices", "weight", "inclusion_probability")
+
 logger = logging.getLogger("slipstream")
 
 
@@ -148,7 +150,7 @@ class AnswerWork:
                 case Served():
                     served.append(found)
                 case _:
-                    rejects.append({"row_id": row["row_id"], "source": row["source"], **found})
+                    rejects.append({"row_id": row["row_id"], **found})
         return asked, served, rejects
 
 
@@ -187,7 +189,7 @@ def count(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _response_row(item: Planned | Served, reply: Reply, *, origin: str) -> dict[str, Any]:
-    kept = {name: item.row[name] for name in ("row_id", "conversation", "split", "slice", "slices", "weight")}
+    kept = {name: item.row[name] for name in _KEPT}
     request = item.request
     return {
         **kept,

@@ -89,6 +89,11 @@ class PromptSet(Manifest):
 
     kind: ClassVar[str] = "prompts"
 
+    @property
+    def content_id(self) -> str:
+        """Hash of the rows alone: the report and the rejects say which files the records lay in."""
+        return _sha256_json([(s.path, s.sha256) for s in self.shards if s.path.endswith(".parquet")])
+
 
 class ResponseSet(Manifest):
     """The target's own answers, as exact token ids (schemas.RESPONSES)."""

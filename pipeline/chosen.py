@@ -25,14 +25,14 @@ import pyarrow.compute as pc
 from pipeline.artifacts import write_durably
 from pipeline.collect_config import CollectConfig
 from pipeline.collected import NUM_BUCKETS, read_bucket
-from pipeline.distinct import merged
+from pipeline.distinct import merged, without_repeats
 from pipeline.near_duplicates import near_duplicates
 from pipeline.sample import Sample, bottom, draw, estimated_tokens, inclusion_probability, stratum_of
 from pipeline.schemas import COLLECTED, PROMPTS
 from pipeline.shards import commit_part, part_path, write_table
 from pipeline.shingles import Boilerplate, find_boilerplate, sampled_prompts
 from pipeline.sketches import Sketches, Sketching, rank_of, sketch, thread_of, write_sketches
-from pipeline.split import SplitKey, split_of
+from pipeline.split import SplitKey, split_of, strongest
 from pipeline.subjects import Subjects, require_subjects
 
 DISTINCT = pa.schema(
@@ -68,7 +68,8 @@ class Choosing:
         if not path.exists():
             first, end = (NUM_BUCKETS * g // self.num_groups for g in (group, group + 1))
             pieces = range(self.num_pieces)
-            table = merged([one for bucket in range(first, end) for one in read_bucket(self.read, pieces, bucket)])
+            read = [one for bucket in range(first, end) for one in read_bucket(self.read, pieces, bucket)]
+            table = merged([without_repeats(pa.concat_tables(read))])
             _write(path, self._described(table))
         return _num_rows(path)
 
@@ -159,6 +160,7 @@ class Choosing:
             [table.filter(pc.invert(pc.is_in(table["tenant"], self._left_out))) for table in every]
         ).combine_chunks()
         counts = Counter({"distinct": sum(map(len, every)), FEW_SUBJECTS: sum(map(len, every)) - len(rows)})
+        counts["served"] = sum(pc.sum(table["weight"]).as_py() or 0 for table in every)
         if self.settings.near_similarity == "off":
             return rows, counts
         sketches = Sketches([self.work / f"sketches-{group:02d}.arrow" for group in range(self.num_groups)])
@@ -225,7 +227,7 @@ class Choosing:
         slices = [json.loads(one) for one in table["slices"].to_pylist()]
         prompts = zip(*(table[n].to_pylist() for n in ("served_prompt_ids", "messages", "tools")), strict=True)
         columns = [
-            [split_of(self.key, one, **shares) for one in table["conversation"].to_pylist()],
+            [strongest(split_of(self.key, one, **shares) for one in asked) for asked in table["subjects"].to_pylist()],
             [one.get("tenant", "") for one in slices],
             [f"{one.get('tenant', '')}\0{one.get('route', '')}" for one in slices],
             [len(ids) if ids else estimated_tokens(messages, tools) for ids, messages, tools in prompts],

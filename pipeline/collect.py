@@ -33,7 +33,7 @@ from pipeline.tombstones import read_tombstones
 from pipeline.windows import Pinned, Window, close_window, open_window
 from pipeline.workers import Alone, Workers
 
-STAGE, VERSION = "collect", 5
+STAGE, VERSION = "collect", 6
 _EXECUTION = ("sources", "window", "redaction", "max_reject_share", "piece_bytes")
 
 logger = logging.getLogger("slipstream")
@@ -113,6 +113,7 @@ class _Build:
             for _ in self.workers.run(choosing.sketch, groups):
                 pass
         chosen = choosing.choose()
+        chosen["counts"]["repeated_records"] = tally.kept - chosen["counts"].pop("served")
         for _ in self.workers.run(choosing.write, groups):
             pass
         return self._manifest(tally, rejects, chosen, distinct, choosing.num_groups)

@@ -140,10 +140,9 @@ class Reading:
         return {
             "row_id": row_id,
             "rank": self.key.hash("sample", row_id),
+            "record": self.key.hash("record", _told(record, request, served)),
+            "identified": isinstance(record.body.get("id"), str) and record.ts is not None,
             "conversation": subject,
-            "file": record.file,
-            "line": record.line,
-            "part": record.part,
             "weight": 1,
             "served": 1 / _probability(record.body.get("inclusion_probability")),
             "last_seen": record.ts,
@@ -164,7 +163,6 @@ class Reading:
             "served_ids": served and served.ids,
             "served_finish_reason": served and served.finish_reason,
             "served_by": served and served.target,
-            "source": record.place,
         }
 
 
@@ -195,6 +193,13 @@ def _probability(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise Rejected("malformed_inclusion_probability")
     return float(value)
+
+
+def _told(record: Record, request: CanonicalRequest, served: ServedReply | None) -> str:
+    """What a record says beside its prompt and subject, wherever it lies: two that say the same differ in nothing."""
+    drawn = [request.temperature, request.top_p, request.max_tokens, request.sampling, request.slices]
+    reply = served and [served.prompt_ids, served.ids, served.finish_reason, served.target]
+    return json.dumps([str(record.body.get("id")), record.ts, drawn, reply, _accepted(record.body)])
 
 
 def _accepted(body: Mapping[str, Any]) -> float | None:

@@ -1,7 +1,8 @@
 """Records that are the same prompt become one row, which counts how often it was served, for whom, and when last.
 
-The row that stands for all is the smallest by conversation, file and line, so that no order of files or pieces matters:
-its sampling and its served reply are that record's, what others drew with differently only adds to the weight.
+The row that stands for all is the smallest by conversation and by what the record says, so that it doesn't matter which
+files records lie in, in what order, or how these are cut: its sampling and its served reply are that record's, what
+others drew with differently only adds to the weight.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_FIRST = ("row_id", "conversation", "file", "line", "part")
+_FIRST = ("row_id", "conversation", "record")
+
+
+def without_repeats(table: pa.Table) -> pa.Table:
+    """Records that are there once: one with an id and a time that says the same of the same prompt as another is that
+    one, in a log that was copied or shipped twice."""
+    keys = ["row_id", "conversation", "record"]
+    places = table.select([*keys, "identified"]).append_column("place", pa.array(np.arange(len(table))))
+    named = places.filter(places["identified"]).group_by(keys).aggregate([("place", "min")])["place_min"]
+    kept = pa.concat_arrays([*named.chunks, *places.filter(pc.invert(places["identified"]))["place"].chunks])
+    return table.take(kept)
 
 
 def merged(tables: Sequence[pa.Table], *, order: Sequence[str] = _FIRST) -> pa.Table:

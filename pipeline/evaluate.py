@@ -28,7 +28,7 @@ from pipeline.stages import Artifact, complete
 
 logger = logging.getLogger("slipstream")
 
-STAGE_VERSION = 2
+STAGE_VERSION = 3
 # What a drafter brings along: where drafters of several shapes are compared, these are no settings of the measurement.
 _DRAFTERS_OWN = ("speculation",)
 _PLAIN = "none"

@@ -115,8 +115,9 @@ def _gate_rows(
 ) -> list[dict[str, Any]]:
     """The gate prompts that are served, and their token budgets (``num_tokens``): also what a walk has to cover.
 
-    Left out are rows whose recorded reply is a loop, and rows with no room: within a block of the context's
-    end the engine stops drafting for the whole batch.
+    A row weighs as many served requests as it stands for, those that sampling left out included. Left out are rows
+    whose recorded reply is a loop, and rows with no room: within a block of the context's end the engine stops
+    drafting for the whole batch.
 
     Raises: StageError when none is left.
     """
@@ -124,7 +125,7 @@ def _gate_rows(
     for row in sorted(responses, key=lambda row: row["row_id"]):
         loop = acceptance.is_loop(row["response_ids"], max_repeat_share=config.evaluate.max_repeat_share)
         if row["split"] == "gate" and not loop and (served := _served(config, row, block_size)):
-            rows.append({**row, **served})
+            rows.append({**row, **served, "weight": row["weight"] / row["inclusion_probability"]})
     if not rows:
         raise StageError(
             f"{where}: no usable gate rows among {len(responses)}; collect more traffic, or raise collect.gate_share"

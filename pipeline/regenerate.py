@@ -26,7 +26,7 @@ from pipeline.rows import num_rows
 from pipeline.shards import PartWriter
 from pipeline.stages import Artifact
 
-STAGE, VERSION = "regenerate", 3
+STAGE, VERSION = "regenerate", 4
 _EXECUTION_ARGS = {
     "enforce_eager", "gpu_memory_utilization", "max_num_batched_tokens", "enable_chunked_prefill", "compilation_config",
     "async_scheduling", "disable_custom_all_reduce", "distributed_executor_backend", "cpu_offload_gb",

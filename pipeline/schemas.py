@@ -31,7 +31,6 @@ PROMPTS = pa.schema(
         ("served_ids", pa.list_(pa.int32())),
         ("served_finish_reason", pa.string()),
         ("served_by", pa.string()),  # fingerprint id of the target that served it (pipeline/fingerprint.py)
-        ("source", pa.string()),  # file:line of the first record it came from
     ]
 )
 
@@ -39,9 +38,8 @@ PROMPTS = pa.schema(
 COLLECTED = pa.schema(
     [
         ("rank", pa.string()),  # keyed hash: the order in which rows are sampled and written
-        ("file", pa.string()),
-        ("line", pa.int64()),
-        ("part", pa.int32()),  # which record of the line
+        ("record", pa.string()),  # keyed hash of what the record says beside the prompt: its id, time, sampling, reply
+        ("identified", pa.bool_()),  # it has an id and a time: a record like it is the same one, logged again
         ("served", pa.float64()),  # sum of 1 / the tap's own probability of writing each record
         ("person", pa.string()),  # conversation, where it is a subject that the record names; else null
         ("accepted_per_step", pa.float64()),  # of the served reply, where on record
@@ -57,6 +55,7 @@ RESPONSES = pa.schema(
         ("slice", pa.string()),
         ("slices", pa.string()),
         ("weight", pa.int32()),
+        ("inclusion_probability", pa.float64()),
         ("prompt_ids", pa.list_(pa.int32())),  # what the engine really saw
         ("response_ids", pa.list_(pa.int32())),  # what it emitted; the end-of-turn token is kept on "stop"
         ("finish_reason", pa.string()),  # stop or length
@@ -93,7 +92,7 @@ ACCEPTANCE = pa.schema(
         ("row_id", pa.string()),
         ("conversation", pa.string()),
         ("slices", pa.string()),  # canonical JSON: dimension → value
-        ("weight", pa.int32()),  # how many served requests this row stands for
+        ("weight", pa.float64()),  # how many served requests this row stands for, those that were not drawn included
         ("block", pa.int32()),  # which sitting of the alternation this request was in
         ("num_tokens", pa.int32()),  # emitted, the prefill's own token included
         ("num_drafts", pa.int32()),  # verification steps

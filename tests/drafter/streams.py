@@ -62,6 +62,7 @@ def response(number, split="train", *, num_tokens=None, start=None):
         "split": split,
         "slice": "a",
         "weight": 1,
+        "inclusion_probability": 1.0,
         "prompt_ids": ids[:3],
         "response_ids": ids[3:],
         "finish_reason": "stop",

@@ -33,12 +33,12 @@ def root(tmp_path):
             "split": "train",
             "slice": "mails",
             "weight": 1,
+            "inclusion_probability": 1.0,
             "messages": json.dumps([{"role": "user", "content": f"mail number {n}"}]),
             "template_args": "{}",
             "temperature": 0.0,
             "max_tokens": 200,
             "sampling": "{}",
-            "source": f"log.jsonl:{n}",
         }
         for n in range(NUM_ROWS)
     ]

@@ -57,6 +57,7 @@ def prompts(config):
             "split": "train",
             "slice": "mails",
             "weight": 1,
+            "inclusion_probability": 1.0,
             "messages": json.dumps([{"role": "user", "content": f"mail {n} " * (80 if n == 5 else 1)}]),
             "tools": None,
             "template_args": "{}",
@@ -64,7 +65,6 @@ def prompts(config):
             "top_p": 1.0,
             "max_tokens": 12 if n < 4 else 100,
             "sampling": "{}",
-            "source": f"log.jsonl:{n}",
         }
         for n in range(NUM_ROWS)
     ]

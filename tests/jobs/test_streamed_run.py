@@ -53,6 +53,7 @@ def row(number):
         "split": "train" if number < first_held_out else ("validation", "gate")[number % 2],
         "slice": "mails",
         "weight": 1,
+        "inclusion_probability": 1.0,
         "prompt_ids": ids[:10],
         "response_ids": ids[10:],
         "finish_reason": "length",

@@ -95,9 +95,10 @@ def test_a_manifest_cannot_change_and_knows_no_other_keys():
 
 
 def test_the_content_id_depends_on_the_data_alone():
-    shards = (Shard(path="a", rows=1, bytes=1, sha256="0"),)
-    other = (Shard(path="a", rows=1, bytes=1, sha256="1"),)
-    assert manifest(shards=shards).content_id == manifest(shards=shards, seconds=9.0).content_id
+    shards = (Shard(path="a.parquet", rows=1, bytes=1, sha256="0"),)
+    other = (Shard(path="a.parquet", rows=1, bytes=1, sha256="1"),)
+    report = Shard(path="report.json", rows=0, bytes=1, sha256="2")
+    assert manifest(shards=shards).content_id == manifest(shards=(*shards, report), seconds=9.0).content_id
     assert manifest(shards=shards).content_id != manifest(shards=other).content_id
 
 

@@ -70,6 +70,7 @@ def response(number, *, num_tokens=6, split="train"):
         "split": split,
         "slice": "mails",
         "weight": 1,
+        "inclusion_probability": 1.0,
         "prompt_ids": [number, 7, 8],
         "response_ids": list(range(10, 10 + num_tokens - 3)),
         "finish_reason": "length",

@@ -70,9 +70,10 @@ def test_personal_data_is_replaced_alike_in_a_conversation_before_anything_else_
         user("hello there"),
     ]
     rows, artifact, rejects = run({"a.jsonl": records}, overrides=REDACTED)
-    texts = {row["source"][-1]: json.loads(row["messages"])[0]["content"] for row in rows}
-    assert texts["1"].split()[-1] == texts["2"].split()[1].strip(",") != texts["3"].split()[-1]
-    assert texts["5"] == "hello there"
+    said = [json.loads(row["messages"])[0]["content"].split() for row in rows]
+    assert ["hello", "there"] in said
+    again = next(words[1].strip(",") for words in said if words[0] == "Again")
+    assert sorted(words[-1] == again for words in said if words[0] == "I") == [False, True]
     counts = artifact.manifest.counts
     assert {name: n for name, n in counts.items() if name.startswith("redacted_")} == {
         "redacted_card": 1,
@@ -103,7 +104,13 @@ def test_a_served_reply_stands_only_where_redaction_changed_nothing(run):
 
     records = [served("hello there", "ok"), served("I am anna@firma.de", "ok"), served("who?", "ask anna@firma.de")]
     rows, _, _ = run({"a.jsonl": records}, overrides=REDACTED)
-    assert {row["source"][-1]: row["served_ids"] for row in rows} == {"1": [5, 6], "2": None, "3": None}
+    assert {
+        json.loads(row["messages"])[0]["content"]: row["served_ids"] for row in rows if "I am" not in row["messages"]
+    } == {
+        "hello there": [5, 6],
+        "who?": None,
+    }
+    assert len(rows) == 3 and sum(row["served_ids"] is None for row in rows) == 2
 
 
 def test_equal_prompts_become_one_row_that_stands_for_all_of_them(run):
@@ -123,11 +130,10 @@ def test_the_same_records_give_the_same_bytes_in_any_order_of_files(run):
     assert first[1].id == second[1].id
 
 
-def test_order_inside_a_file_changes_nothing_but_where_a_row_says_it_is_from(run):
+def test_order_inside_a_file_changes_nothing(run):
     records = [user(f"text {k % 20}", subject=f"s{k % 7}", temperature=0.0) for k in range(60)]
     shuffled = random.Random(0).sample(records, len(records))
-    rows, shuffled_rows = run({"a.jsonl": records})[0], run({"a.jsonl": shuffled})[0]
-    assert [{**r, "source": ""} for r in rows] == [{**r, "source": ""} for r in shuffled_rows]
+    assert run({"a.jsonl": records})[0] == run({"a.jsonl": shuffled})[0]
 
 
 def test_changed_content_is_other_work_and_unchanged_content_is_skipped(run, tmp_path):
@@ -305,17 +311,31 @@ def test_the_same_prompt_under_another_constraint_of_its_reply_is_another_row_an
         user("same", guided_json=schema, temperature=0.5),
     ]
     rows = run({"a.jsonl": records})[0]
-    assert sorted((row["weight"], row["sampling"]) for row in rows) == [
+    assert sorted((row["weight"], row["sampling"].replace('{"top_k":20}', "{}")) for row in rows) == [
         (2, "{}"),
         (3, '{"structured_outputs":{"json":{"type":"object","properties":{"b":{},"a":{}}}}}'),
     ]
 
 
-def test_equal_prompts_are_drawn_as_the_first_record_of_them_was(run):
+def test_equal_prompts_are_drawn_as_one_record_of_them_was_whichever_is_read_first(run):
     records = [user("same", subject="s", top_k=k, temperature=k / 10) for k in (5, 3, 9)]
-    (row,) = run({"a.jsonl": records})[0]
-    assert (row["weight"], row["sampling"], row["source"]) == (3, '{"top_k":5}', "a.jsonl:1")
-    assert row["temperature"] == pytest.approx(0.5)
+    (row,), (other,) = run({"a.jsonl": records})[0], run({"b.jsonl": records[2:], "c.jsonl": records[:2]})[0]
+    assert row == other and row["weight"] == 3
+    assert json.loads(row["sampling"])["top_k"] == pytest.approx(10 * row["temperature"])
+
+
+def test_a_log_that_is_there_twice_counts_once(run):
+    records = [user(f"text {n % 3}", id=f"r{n}", ts=1.7e9 + n) for n in range(6)]
+    once, twice = run({"a.jsonl": records}), run({"a.jsonl": records, "copy.jsonl": records[2:]})
+    assert twice[0] == once[0] and twice[1].manifest.content_id == once[1].manifest.content_id
+    assert [one[1].manifest.counts["repeated_records"] for one in (once, twice)] == [0, 4]
+
+
+def test_a_prompt_that_anyone_judges_with_trains_nobody(run):
+    shared = [user("same", subject=f"s{n}") for n in range(40)]
+    alone = run({"a.jsonl": [user(f"text {n}", subject=f"s{n}") for n in range(40)]})[0]
+    assert {row["split"] for row in alone} == {"train", "validation", "gate"}
+    assert [row["split"] for row in run({"b.jsonl": shared})[0]] == ["gate"]
 
 
 def test_row_ids_of_plain_requests_are_what_they_were(run):

@@ -2,15 +2,14 @@ import random
 
 import pyarrow as pa
 
-from pipeline.distinct import merged
+from pipeline.distinct import merged, without_repeats
 
 SCHEMA = pa.schema(
     [
         ("row_id", pa.string()),
         ("conversation", pa.string()),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-        ("part", pa.int32()),
+        ("record", pa.string()),
+        ("identified", pa.bool_()),
         ("weight", pa.int32()),
         ("served", pa.float64()),
         ("last_seen", pa.float64()),
@@ -21,8 +20,8 @@ SCHEMA = pa.schema(
 )
 
 
-def record(row_id, who, line, *, ts=None, served=1.0, temperature=0.0, file="a"):
-    values = (row_id, who, file, line, 0, 1, served, ts, [who], [1], temperature)
+def record(row_id, who, says, *, ts=None, served=1.0, temperature=0.0, identified=False):
+    values = (row_id, who, f"{says:03d}", identified, 1, served, ts, [who], [1], temperature)
     return dict(zip(SCHEMA.names, values, strict=True))
 
 
@@ -30,17 +29,17 @@ def table(records):
     return pa.Table.from_pylist(records, schema=SCHEMA)
 
 
-def test_equal_prompts_become_the_row_of_the_smallest_conversation_file_and_line():
+def test_equal_prompts_become_the_row_of_the_smallest_conversation_and_of_what_its_record_says():
     records = [
         record("p", "tim", 1, temperature=0.5),
         record("p", "ann", 9, temperature=0.75),
-        record("p", "ann", 2, file="b", temperature=0.25),
+        record("p", "ann", 10, temperature=0.25),
         record("q", "ann", 3),
     ]
     rows = merged([table(records)]).to_pylist()
-    assert [(r["row_id"], r["conversation"], r["line"], r["temperature"]) for r in rows] == [
-        ("p", "ann", 9, 0.75),
-        ("q", "ann", 3, 0.0),
+    assert [(r["row_id"], r["conversation"], r["record"], r["temperature"]) for r in rows] == [
+        ("p", "ann", "009", 0.75),
+        ("q", "ann", "003", 0.0),
     ]
     assert [(r["weight"], r["subjects"], r["subject_weights"]) for r in rows] == [
         (3, ["ann", "tim"], [2, 1]),
@@ -74,3 +73,12 @@ def test_any_order_and_any_parts_and_merging_twice_give_the_same():
 
 def test_no_records_make_no_rows():
     assert len(merged([table([]), table([])])) == 0
+
+
+def test_a_record_that_was_logged_twice_counts_once_and_one_without_id_or_time_each_time():
+    again = record("p", "ann", 1, ts=5.0, identified=True)
+    others = [record("p", "bob", 1, ts=5.0, identified=True), record("q", "ann", 1, identified=True)]
+    nameless = [record("p", "ann", 1)] * 2
+    kept = without_repeats(table([again, *nameless, again, *others, again]))
+    assert merged([kept]).column("weight").to_pylist() == [4, 1]
+    assert len(without_repeats(table([]))) == 0

@@ -80,7 +80,7 @@ def answered(config, prompts):
     rows = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist()
 
     def reply(number, row):
-        kept = {name: row[name] for name in ("row_id", "conversation", "split", "slice", "slices", "weight")}
+        kept = {name: row[name] for name in RESPONSES.names if name in row}
         return {**kept, "prompt_ids": [number, 7, 8], "response_ids": [11, 12, 13 + number], "finish_reason": "length",
                 "temperature": 0.0, "top_p": None, "max_tokens": 16, "clamped": False, "sampling": "{}",
                 "origin": "target", "accepted_per_step": None}  # fmt: skip

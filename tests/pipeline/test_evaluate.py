@@ -90,6 +90,7 @@ def response(i, *, split="gate", prompt=None, reply=None, max_tokens=64):
         "slice": "mail" if i % 2 else "code",
         "slices": json.dumps({"route": "mail" if i % 2 else "code"}),
         "weight": 1 + i % 3,
+        "inclusion_probability": 1.0,
         "prompt_ids": prompt or [i + 1, 7, 8],
         "response_ids": reply or list(range(20)),
         "finish_reason": "stop",

@@ -59,6 +59,7 @@ def prompt(number, *, num_tokens=10, **changes):
         "split": "train",
         "slice": "mails",
         "weight": 1,
+        "inclusion_probability": 1.0,
         "messages": json.dumps([{"role": "user", "content": chr(97 + number) * (num_tokens - FRAME)}]),
         "tools": None,
         "template_args": "{}",
@@ -66,7 +67,6 @@ def prompt(number, *, num_tokens=10, **changes):
         "top_p": 1.0,
         "max_tokens": 16,
         "sampling": "{}",
-        "source": f"log.jsonl:{number}",
         **changes,
     }
 
@@ -127,7 +127,6 @@ def test_a_too_long_prompt_is_rejected_alone_and_a_large_budget_is_clamped(model
     assert rejects_of(artifact) == {
         "row-3": {
             "row_id": "row-3",
-            "source": "log.jsonl:3",
             "reason": "prompt_too_long",
             "prompt_tokens": 80,
             "usable_context": 64,
