@@ -3,15 +3,16 @@
 python jobs/erase.py --config slipstream.toml --subject customer-4711
 python jobs/erase.py --config slipstream.toml --subjects-file -        one a line, from the standard input
 
-What stays is a keyed hash: records of the subject that turn up later are dropped. Traffic logs are the server's own,
-and go by their own time to live (SLIPSTREAM_TAP_TTL_HOURS).
+What stays is a keyed hash: records of the subject that turn up later are dropped. In the tap's committed logs on this
+machine the records are blanked; of other logs it is told which still hold some. Sealed ones and object storage go by
+their own time to live (SLIPSTREAM_TAP_TTL_HOURS, a lifecycle rule).
 """
 
 import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jobs import unlearn
 from jobs.session import job_main, ray_session
 from pipeline import erase
 from pipeline.config import Config
+from pipeline.erase_logs import Logs, erase_from_logs
 from pipeline.errors import ConfigError
 from pipeline.split import load_key
 from pipeline.tombstones import add_tombstones, subject_hashes
@@ -36,11 +38,13 @@ class Erased:
     removed: erase.Removed
     tagged: dict[str, str]
     """Version → the date by which it has to be out of service."""
+    logs: Logs = field(default_factory=Logs)
 
     def lines(self) -> list[str]:
         """For people."""
         rows, artifacts = len(self.removed.rows), len(self.removed.artifacts)
         lines = [f"{rows} rows gone; {artifacts} artifacts written anew or removed"]
+        lines += self.logs.lines()
         lines += [f"version {number} learned from them: out of service by {by}" for number, by in self.tagged.items()]
         return lines
 
@@ -61,7 +65,8 @@ def run(config: Config, subjects: Sequence[str], *, now: datetime | None = None)
     add_tombstones(config.root, hashes, now=now)
     learned_from = erase.affected(config.root, erase.without_subjects(hashes))
     tagged = unlearn.tag(config, learned_from, why="erasure", now=now)
-    return Erased(erase.erase(config.root, hashes), tagged)
+    removed = erase.erase(config.root, hashes)
+    return Erased(removed, tagged, erase_from_logs(config.root, config.collect.sources, key, frozenset(hashes)))
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

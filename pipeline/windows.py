@@ -139,6 +139,14 @@ def close_window(root: Path, settings: WindowConfig, window: Window, *, of: str,
         write_durably(_path(root, of, settings, window.end), done.model_dump_json(indent=1).encode())
 
 
+def forget_open(root: Path, source: str) -> None:
+    """Windows that were opened on this source and never finished are opened anew: its bytes are about to change."""
+    for path in sorted((Path(root) / FOLDER).glob("*/*.json")):
+        window = _read(path)
+        if window.completed is None and any(pin.name == source for pin in window.sources):
+            path.unlink()
+
+
 def watermarks(latest: Mapping[str, float | None]) -> dict[str, str]:
     """Source → the time of its newest record, as people read it."""
     return {

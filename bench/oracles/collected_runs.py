@@ -175,11 +175,11 @@ def _toml(value: Any) -> str:
 def erased(folder: Path, *, subjects: int, seed: int) -> dict[str, int]:
     """What is left of one subject of so many after `slipstream erase`, and what changed of the others' rows.
 
-    Raw bytes of every file under the root are searched, and what compressed ones hold.
+    The tap's log lies under the root, too. Raw bytes of every file there are searched, and what compressed ones hold.
     """
     rng = random.Random(seed)
     marks = {f"person-{n:04d}": f"mark{rng.getrandbits(64):016x}" for n in range(subjects)}
-    log = folder / "logs" / "traffic.jsonl"
+    log = folder / "run" / "root" / "traffic" / "traffic-host-1-1700000000000.jsonl"
     log.parent.mkdir(parents=True)
     with open(log, "w") as file:
         for name, mark in marks.items():
@@ -188,7 +188,8 @@ def erased(folder: Path, *, subjects: int, seed: int) -> dict[str, int]:
                 record = {"id": f"{mark}-{turn}", "ts": 1.7e9 + turn, "subject": name, "consent": "recorded"}
                 bad = {"temperature": "hot"} if rng.random() < 0.05 else {}
                 file.write(json.dumps({**record, "prompt": text, **bad}) + "\n")
-    config = configured(folder / "run", Traffic(({"path": str(log), "format": "prompts"},)), near_similarity="off")
+    source = {"path": str(log.parent), "format": "prompts"}
+    config = configured(folder / "run", Traffic((source,)), near_similarity="off")
     _require_done(_ended(_start(config)), config)
     before, whom = rows_of(config), f"person-{rng.randrange(subjects):04d}"
     command = [sys.executable, "jobs/erase.py", "--config", str(config), "--subject", whom]
