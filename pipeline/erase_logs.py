@@ -19,7 +19,7 @@ from pipeline.artifacts import publish
 from pipeline.canonical import named_subject
 from pipeline.collect_config import SourceConfig
 from pipeline.errors import ConfigError, SlipstreamError
-from pipeline.sources import Record, Source, find_sources, read_records
+from pipeline.sources import Record, Source, Unreadable, find_sources, read_records
 from pipeline.sources.stores import is_open, is_remote
 from pipeline.split import SplitKey
 from pipeline.windows import forget_open
@@ -52,7 +52,7 @@ class Logs:
         return [
             *([f"{self.records} records blanked in the tap's logs"] if self.records else []),
             *left,
-            *(f"{file}: not searched; it goes by its own time to live" for file in self.unread),
+            *(f"{file}: not searched to its end; it goes by its own time to live" for file in self.unread),
         ]
 
 
@@ -70,15 +70,7 @@ def erase_from_logs(
         if _COMMITTED.fullmatch(Path(source.location).name):
             done.records += _blank(Path(source.location), source.name, root, key, subjects)
         else:
-            try:
-                records = (one for one in read_records(source) if isinstance(one, Record))
-                count = sum(_is_of(one.body, key, subjects) for one in records)
-            except SlipstreamError as error:  # gone since it was listed, or sealed with a key that is not here
-                logger.warning("erase: %s", error)
-                done.unread.append(source.location)
-                continue
-            if count:
-                done.left[source.location] = count
+            _look_into(source, key, subjects, done)
     return done
 
 
@@ -90,6 +82,21 @@ def _found(sources: Sequence[Path | str | SourceConfig]) -> list[Source]:
         except ConfigError as error:  # a folder that is gone, or empty, holds nothing of anybody
             logger.info("erase: %s", error)
     return list(found.values())
+
+
+def _look_into(source: Source, key: SplitKey, subjects: Collection[str], done: Logs) -> None:
+    count, is_whole = 0, True
+    try:
+        for one in read_records(source):
+            is_whole &= not (isinstance(one, Unreadable) and one.reason == "file_cut")
+            count += isinstance(one, Record) and _is_of(one.body, key, subjects)
+    except SlipstreamError as error:  # gone since it was listed, or sealed with a key that is not here
+        logger.warning("erase: %s", error)
+        is_whole = False
+    if count:
+        done.left[source.location] = count
+    if not is_whole:
+        done.unread.append(source.location)
 
 
 def _blank(path: Path, name: str, root: Path, key: SplitKey, subjects: Collection[str]) -> int:

@@ -69,7 +69,7 @@ def test_what_is_being_written_or_of_others_making_is_left_and_told(config):
     assert (done.records, sorted(done.left.values())) == (0, [2, 2])
     assert f"{growing}: 2 records; it is being written: erase again" in told
     assert f"{others}: 2 records; no log of the tap" in told
-    assert "1700000000001.sealed: not searched" in told
+    assert "1700000000001.sealed: not searched to its end" in told
     assert growing.read_text() == others.read_text() == lines(asked(1, "anna"), asked(2, "anna"))
 
 
@@ -82,7 +82,7 @@ def test_object_storage_and_folders_that_are_gone_are_no_error(config):
 def test_a_window_that_was_open_on_the_file_is_opened_anew_and_others_stay(config):
     (config.root / "traffic" / TAPS).write_text(lines(asked(1, "anna"), asked(2, "berta")))
     settings = config.collect.window.model_copy(update={"kind": "cumulative"})
-    for of, name in (("mine", TAPS), ("another", "proxy.jsonl")):
+    for of, name in (("mine", f"traffic/{TAPS}"), ("another", "proxy.jsonl")):
         open_window(config.root, settings, [Pinned(name=name, size_bytes=9, sha256="x")], now=NOW, of=of)
     erased(config, "anna")
     assert {path.parent.name for path in (config.root / "windows").glob("*/*.json")} == {"another"}

@@ -145,6 +145,13 @@ def test_the_traffics_own_sampling_of_a_gate_row_is_not_lost_to_its_greedy_answe
     assert [row["sampling"] for row in greedy.gate] == [{"temperature": 0.0}] * 3
 
 
+def test_a_sampled_gate_row_weighs_as_many_served_requests_as_it_stands_for(config, tmp_path):
+    records = [said("seldom written", inclusion_probability=0.25), said("always"), said("always")]
+    responses = answered(config, tmp_path, *records)
+    found = gate_prompts.from_responses(config, responses, block_size=4)
+    assert sorted(row["weight"] for row in found.gate) == [2.0, 4.0]
+
+
 def test_a_constraint_is_served_and_prompts_that_differ_in_it_alone_are_two(config, tmp_path):
     constrained = said("pick", structured_outputs={"choice": ["yes", "no"]}, presence_penalty=0.5, stop="x")
     found = prompts_of(config, tmp_path, said("pick"), constrained)
