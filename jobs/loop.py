@@ -70,7 +70,7 @@ def learn(
     stages.set_current(config.root, "challenger", drafters["challenger"])
     if config.train.control:
         general = stages.current(config.root, "general-states", HiddenStateCache)
-        drafters["control"] = train.run(config, general, start=champion, role="control")
+        drafters["control"] = train.run(config, general, start=start, role="control")
         stages.set_current(config.root, "control", drafters["control"])
     return Learned(prompts, responses, states, drafters)
 

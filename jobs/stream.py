@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import train
+from jobs import train, unlearn
 from jobs.capture import layers_to_capture
 from jobs.engines import EnginePool
 from jobs.resources import say_if_lacking
@@ -103,9 +103,9 @@ def train_on(
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Run the stage from the current champion; remember the held-out states and the challenger."""
     responses = stages.current(config.root, "responses", ResponseSet)
-    champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    start = unlearn.clean_start(config, stages.current(config.root, "champion", DrafterCheckpoint))
     layers = layers_to_capture(config)
-    states, challenger = run(config, responses, start=champion, target_layer_ids=layers, replay=arguments.replay)
+    states, challenger = run(config, responses, start=start, target_layer_ids=layers, replay=arguments.replay)
     stages.set_current(config.root, "states", states)
     stages.set_current(config.root, "challenger", challenger)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import train
+from jobs import train, unlearn
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, SweepReport
@@ -49,9 +49,9 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     from drafter.sweep import TABLE, advice
 
     states = stages.current(config.root, "states", HiddenStateCache)
-    champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    start = unlearn.clean_start(config, stages.current(config.root, "champion", DrafterCheckpoint))
     replay = train.to_replay(config, states, role="challenger", named=arguments.replay)
-    report = run(config, states, start=champion, replay=replay)
+    report = run(config, states, start=start, replay=replay)
     print((report.folder / TABLE).read_text())
     print("\n".join([*advice(report.manifest), f"{report.folder / TABLE}"]))
 

@@ -136,8 +136,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     """Run the stage from the current champion and remember its result under its role."""
     role = arguments.role
     states = stages.current(config.root, CACHES[role], HiddenStateCache)
-    champion = stages.current(config.root, "champion", DrafterCheckpoint)
-    start = unlearn.clean_start(config, champion) if role == "challenger" else champion
+    start = unlearn.clean_start(config, stages.current(config.root, "champion", DrafterCheckpoint))
     replay = to_replay(config, states, role=role, named=arguments.replay)
     stages.set_current(config.root, role, run(config, states, start=start, role=role, replay=replay))
 
