@@ -1,5 +1,6 @@
 """Parts of a stage on Ray Data: a row is a part's number, what comes back is small. Dead workers' parts come again."""
 
+import gc
 import logging
 import pickle
 import traceback
@@ -58,6 +59,8 @@ def _part(do: Callable[[int], Any], batch: pa.Table) -> pa.Table:
     except Exception as error:  # its message may quote what people wrote
         frame = traceback.extract_tb(error.__traceback__)[-1]
         result = StageError(f"part {index}: {type(error).__name__} at {frame.filename}:{frame.lineno}")
+    gc.collect()
+    pa.default_memory_pool().release_unused()  # a worker that waits for its next part holds no more than it needs
     return pa.table({"result": [pickle.dumps(result)]})
 
 

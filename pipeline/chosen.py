@@ -26,7 +26,7 @@ from pipeline.artifacts import write_durably
 from pipeline.collect_config import CollectConfig
 from pipeline.collected import NUM_BUCKETS, read_bucket
 from pipeline.distinct import merged, without_repeats
-from pipeline.near_duplicates import near_duplicates
+from pipeline.near_duplicates import NearDuplicates, near_duplicates
 from pipeline.sample import Sample, bottom, draw, estimated_tokens, inclusion_probability, stratum_of
 from pipeline.schemas import COLLECTED, PROMPTS
 from pipeline.shards import commit_part, part_path, write_table
@@ -155,20 +155,33 @@ class Choosing:
 
     def _leaders(self) -> tuple[pa.Table, Counter[str]]:
         """The rows that stand for themselves and for those near them, and counts by what became of all."""
-        every = list(self._groups(_SMALL))
-        rows = pa.concat_tables(
-            [table.filter(pc.invert(pc.is_in(table["tenant"], self._left_out))) for table in every]
-        ).combine_chunks()
-        counts = Counter({"distinct": sum(map(len, every)), FEW_SUBJECTS: sum(map(len, every)) - len(rows)})
-        counts["served"] = sum(pc.sum(table["weight"]).as_py() or 0 for table in every)
-        if self.settings.near_similarity == "off":
-            return rows, counts
-        sketches = Sketches([self.work / f"sketches-{group:02d}.arrow" for group in range(self.num_groups)])
-        near = near_duplicates(sketches, similarity=self.settings.near_similarity, scratch=self.work)
+        near = self._near()  # before the rows: both at once would be the most memory of the run
+        counts, tables = Counter(), []
+        for table in self._groups(_SMALL):
+            counts["distinct"] += len(table)
+            counts["served"] += pc.sum(table["weight"]).as_py() or 0
+            tables.append(table.filter(pc.invert(pc.is_in(table["tenant"], self._left_out))))
+        rows = pa.concat_tables(tables)
+        del tables
+        counts[FEW_SUBJECTS] = counts["distinct"] - len(rows)
+        if near is None:
+            return rows.combine_chunks(), counts
         counts.update(near.counts())
-        stays = near.leaders >= 0
-        rows = rows.append_column("leader", pa.array(near.leaders)).append_column("fate", pa.array(near.fates))
-        return merged([rows.filter(pa.array(stays))], order=("leader", "fate")).drop(["leader", "fate"]), counts
+        sizes = np.bincount(near.leaders[near.leaders >= 0], minlength=len(rows))
+        alone = (near.leaders >= 0) & (sizes[near.leaders] == 1)
+        clusters = (near.leaders >= 0) & ~alone
+        columns = {"leader": pa.array(near.leaders[clusters]), "fate": pa.array(near.fates[clusters])}
+        several = rows.filter(pa.array(clusters))
+        for name, column in columns.items():
+            several = several.append_column(name, column)
+        several = merged([several], order=("leader", "fate")).drop(list(columns))
+        return pa.concat_tables([rows.filter(pa.array(alone)), several]).combine_chunks(), counts
+
+    def _near(self) -> NearDuplicates | None:
+        if self.settings.near_similarity == "off":
+            return None
+        sketches = Sketches([self.work / f"sketches-{group:02d}.arrow" for group in range(self.num_groups)])
+        return near_duplicates(sketches, similarity=self.settings.near_similarity, scratch=self.work)
 
     def _require_subjects(self, rows: pa.Table) -> None:
         train = Subjects()
