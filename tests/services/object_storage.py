@@ -17,6 +17,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from pipeline import storage as storage_module
 from tests.services.processes import free_ports, running
 
 PARTS = ("master", "volume", "filer", "s3")
@@ -118,3 +119,16 @@ def _command(folder: Path, storage: ObjectStorage, ports: dict[str, int]) -> lis
     }
     weed = Path(sys.executable).with_name("weed")
     return [str(weed), "-logdir", str(folder), "server", *(f"-{name}={value}" for name, value in settings.items())]
+
+
+@pytest.fixture
+def s3(object_storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
+    """The storage as a process finds it, its address and keys in the environment, with buckets for logs and states."""
+    for name, value in object_storage.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_storage.endpoint)
+    monkeypatch.setattr(storage_module, "RETRY_WAIT_S", 0.0)
+    client = object_storage.client()
+    for name in {"logs", "states"} - {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
+        client.create_bucket(Bucket=name)
+    return object_storage

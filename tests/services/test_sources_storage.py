@@ -5,26 +5,12 @@ import gzip
 import pyarrow as pa
 import pytest
 
-from pipeline import storage as storage_module
 from pipeline.collect_config import SourceConfig
 from pipeline.errors import ConfigError, StageError
 from pipeline.sources import find_sources, pieces, read_piece
 
 BUCKET = "logs"
 PLAIN = b"".join(b'{"prompt": "number %d"}\n' % n for n in range(20_000))
-
-
-@pytest.fixture
-def s3(object_storage, monkeypatch):
-    """The storage as a process finds it: address and keys in its environment."""
-    for name, value in object_storage.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", object_storage.endpoint)
-    monkeypatch.setattr(storage_module, "RETRY_WAIT_S", 0.0)
-    client = object_storage.client()
-    if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
-        client.create_bucket(Bucket=BUCKET)
-    return client
 
 
 FILES = {
@@ -46,7 +32,7 @@ def read(places, *, block_bytes=1 << 16, piece_bytes=1 << 17):
 
 def test_the_same_files_give_the_same_names_hashes_and_records_wherever_they_lie(s3, tmp_path):
     for name, body in FILES.items():
-        s3.put_object(Bucket=BUCKET, Key=f"same/traffic/{name}", Body=body)
+        s3.client().put_object(Bucket=BUCKET, Key=f"same/traffic/{name}", Body=body)
         path = tmp_path / "traffic" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
@@ -65,7 +51,7 @@ def test_the_same_files_give_the_same_names_hashes_and_records_wherever_they_lie
 
 
 def test_one_object_a_trailing_slash_and_a_table_are_places_too(s3):
-    s3.put_object(Bucket=BUCKET, Key="one/traffic/a.jsonl", Body=PLAIN)
+    s3.client().put_object(Bucket=BUCKET, Key="one/traffic/a.jsonl", Body=PLAIN)
     folder = f"s3://{BUCKET}/one/traffic"
     assert read([f"{folder}/a.jsonl"])[0][0][0] == "a.jsonl"
     assert read([f"{folder}/"]) == read([folder])
@@ -75,24 +61,24 @@ def test_one_object_a_trailing_slash_and_a_table_are_places_too(s3):
 
 def test_a_cut_object_is_flagged_and_one_that_became_shorter_or_went_stops_the_reader(s3):
     packed = gzip.compress(PLAIN)
-    s3.put_object(Bucket=BUCKET, Key="cut/a.jsonl.gz", Body=packed[: len(packed) // 2])
+    s3.client().put_object(Bucket=BUCKET, Key="cut/a.jsonl.gz", Body=packed[: len(packed) // 2])
     _, lines = read([f"s3://{BUCKET}/cut"])
     assert lines[-1].reason == "file_cut" and len(lines) > 1000
-    s3.put_object(Bucket=BUCKET, Key="short/a.jsonl", Body=PLAIN)
+    s3.client().put_object(Bucket=BUCKET, Key="short/a.jsonl", Body=PLAIN)
     (piece,) = pieces(find_sources([f"s3://{BUCKET}/short"]))
-    s3.put_object(Bucket=BUCKET, Key="short/a.jsonl", Body=PLAIN[:1000])
+    s3.client().put_object(Bucket=BUCKET, Key="short/a.jsonl", Body=PLAIN[:1000])
     with pytest.raises(StageError, match="shorter than it was"):
         list(read_piece(piece))
-    s3.delete_object(Bucket=BUCKET, Key="short/a.jsonl")
+    s3.client().delete_object(Bucket=BUCKET, Key="short/a.jsonl")
     with pytest.raises(StageError, match=r"s3://logs/short/a\.jsonl: .* is gone"):
         list(read_piece(piece))
 
 
 def test_an_object_that_was_committed_between_finding_and_reading_is_found(s3):
-    s3.put_object(Bucket=BUCKET, Key="open/a.open.jsonl", Body=PLAIN + b'{"prom')
+    s3.client().put_object(Bucket=BUCKET, Key="open/a.open.jsonl", Body=PLAIN + b'{"prom')
     (piece,) = pieces(find_sources([f"s3://{BUCKET}/open"]))
-    s3.put_object(Bucket=BUCKET, Key="open/a.jsonl", Body=PLAIN)
-    s3.delete_object(Bucket=BUCKET, Key="open/a.open.jsonl")
+    s3.client().put_object(Bucket=BUCKET, Key="open/a.jsonl", Body=PLAIN)
+    s3.client().delete_object(Bucket=BUCKET, Key="open/a.open.jsonl")
     assert len(list(read_piece(piece))) == 20_000
 
 

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 
-from pipeline import storage as storage_module
 from pipeline.errors import SchemaError, StageError
 from pipeline.shards import commit_part, part_path, read_part
 from pipeline.staging import Staging
@@ -14,19 +13,6 @@ from pipeline.states import StateShards
 from pipeline.storage import Storage, move_part, storage_of
 
 BUCKET = "states"
-
-
-@pytest.fixture
-def s3(object_storage, monkeypatch):
-    """The storage as a process finds it: address and keys in its environment."""
-    for name, value in object_storage.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", object_storage.endpoint)
-    monkeypatch.setattr(storage_module, "RETRY_WAIT_S", 0.0)
-    client = object_storage.client()
-    if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
-        client.create_bucket(Bucket=BUCKET)
-    return object_storage
 
 
 def words(seed):
