@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.sketches import NUM_PERM, Sketches
+from pipeline.sketches import NUM_PERM, Sketches, give_back
 
 _RECALL = 0.99  # of pairs at exactly the configured similarity; of more similar ones it is higher
 _SIGMAS = 4.0  # a pair whose signatures agree by so much less than they should is not compared exactly
 _CROWD = 64  # rows of one bucket that others are compared with: a template's bucket costs so many, not all pairs
+_CHUNK = 1 << 14  # rows between two times that mapped pages are given back
 _COMPARED = 16  # rows that one row is compared with exactly, those whose signatures agree most
 
 
@@ -54,13 +55,27 @@ class BandedSketches:
         self.sketches, self.bands, self.scratch = sketches, bands_for(similarity), scratch
         self.signatures = in_scratch(scratch, (len(sketches), NUM_PERM), np.uint32)
         sketches.copy_signatures(self.signatures)
-        sketches.release()
         self.buckets = in_scratch(scratch, (self.bands.num_bands, len(sketches)), np.int32)
         self.num_buckets = [0] * self.bands.num_bands
         for band in range(self.bands.num_bands):
             first = band * self.bands.num_places
-            keys = _keys(self.signatures[:, first : first + self.bands.num_places])
-            self.buckets[band], self.num_buckets[band] = _shared(keys)
+            keys = [
+                _keys(self.signatures[start : start + _CHUNK, first : first + self.bands.num_places])
+                for start in self._chunks()
+            ]
+            self.buckets[band], self.num_buckets[band] = _shared(np.concatenate([np.empty(0, np.uint64), *keys]))
+        self.release()
+
+    def release(self) -> None:
+        """Give all mapped pages back to their files: they count as this process's memory."""
+        self.sketches.release()
+        give_back(self.signatures)
+        give_back(self.buckets)
+
+    def _chunks(self) -> Iterator[int]:
+        for start in range(0, len(self.sketches), _CHUNK):
+            yield start
+            give_back(self.signatures)
 
     def near(self, one: int, other: int) -> bool:
         """Whether two rows are near to each other, exactly; turns of one conversation never are."""
@@ -98,10 +113,11 @@ class Buckets:
 
     def places(self) -> Iterator[int]:
         """The rows that have any bucket, in order: all others are near none."""
-        for first in range(0, len(self._rows), 1 << 14):
-            some = self._bucket[first : first + (1 << 14)]
+        for first in range(0, len(self._rows), _CHUNK):
+            some = self._bucket[first : first + _CHUNK]
             yield from (np.flatnonzero((some >= 0).any(1)) + first).tolist()
-            self._banded.sketches.release()
+            self._banded.release()
+            give_back(self._bucket)
 
     def enter(self, place: int) -> None:
         """Let others find this row. Of a full bucket it stays out: the ones that came first stand for it there."""

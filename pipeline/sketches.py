@@ -151,9 +151,11 @@ class Sketches:
         return self._values[part][offsets[place] : offsets[place + 1]]
 
     def copy_signatures(self, into: np.ndarray) -> None:  # [rows, NUM_PERM] uint32
-        """Copy all signatures, row by row."""
+        """Copy all signatures, row by row, one file in memory at a time."""
         for start, signed in zip(self._starts, self._signatures, strict=False):
             into[start : start + len(signed)] = signed
+            self.release()
+            give_back(into)
 
     def similarity(self, one: int, other: int) -> float:
         """The exact Jaccard similarity of two rows' pieces."""
@@ -163,6 +165,15 @@ class Sketches:
         """Give the files' pages back, which count as this process's memory; they are mapped again where needed."""
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def give_back(array: np.ndarray) -> None:
+    """Give the pages of a mapped array back to its file; they are mapped again where needed."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
