@@ -6,6 +6,7 @@ spelled back into text (pipeline/shingles.py): they lie where the prompts lie, a
 """
 
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.split import SplitKey
 
 NUM_PERM = 128
 
+_PIECE_BYTES = 4
 SKETCHES = pa.schema(
     [
         ("row_id", pa.string()),
@@ -131,10 +133,20 @@ class Sketches:
 
     def __init__(self, paths: Sequence[Path]):
         self._maps = [_mapped(path) for path in paths]
-        batches = [batch for path, mapped in zip(paths, self._maps, strict=True) for batch in _batches(path, mapped)]
+        found = [_batches(path, mapped) for path, mapped in zip(paths, self._maps, strict=True)]
+        batches = [batch for several in found for batch in several]
         self._signatures = [_plain(batch.column("signature").flatten()).reshape(-1, NUM_PERM) for batch in batches]
         self._offsets = [_plain(batch.column("shingles").offsets) for batch in batches]
-        self._values = [_plain(batch.column("shingles").values) for batch in batches]
+        # Read and not mapped: of a mapped file, a row that is looked at once takes 64 KiB of this process's memory.
+        self._files = [open(path, "rb", buffering=0) for path in paths]  # noqa: SIM115 - for as long as this object
+        self._values = [
+            (
+                file.fileno(),
+                _address(_plain(batch.column("shingles").values)) - _address(np.frombuffer(mapped, np.uint8)),
+            )
+            for file, mapped, several in zip(self._files, self._maps, found, strict=True)
+            for batch in several
+        ]
         self._starts = [0, *np.cumsum([batch.num_rows for batch in batches]).tolist()]
         self.ranks = _column(batches, "rank")
         self.threads = _column(batches, "thread")
@@ -145,10 +157,12 @@ class Sketches:
         return int(self._starts[-1])
 
     def shingles(self, row: int) -> np.ndarray:
-        """The pieces of a row, a view of its file."""
+        """The pieces of a row, read from its file."""
         part = bisect_right(self._starts, row) - 1
-        offsets, place = self._offsets[part], row - self._starts[part]
-        return self._values[part][offsets[place] : offsets[place + 1]]
+        place = row - self._starts[part]
+        first, end = self._offsets[part][place : place + 2].tolist()
+        file, start = self._values[part]
+        return np.frombuffer(os.pread(file, _PIECE_BYTES * (end - first), start + _PIECE_BYTES * first), np.uint32)
 
     def copy_signatures(self, into: np.ndarray) -> None:  # [rows, NUM_PERM] uint32
         """Copy all signatures, row by row, one file in memory at a time."""
@@ -205,6 +219,10 @@ def _batches(path: Path, mapped: mmap.mmap) -> list[pa.RecordBatch]:
 def _column(batches: Sequence[pa.RecordBatch], name: str) -> np.ndarray:
     kind = SKETCHES.field(name).type.to_pandas_dtype()
     return np.concatenate([np.empty(0, kind), *(_plain(batch.column(name)) for batch in batches)])
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def _plain(array: pa.Array) -> np.ndarray:
