@@ -1,5 +1,6 @@
 """Runs of jobs/collect.py over made-up logs: their cost, and what they give when killed, cut or reordered."""
 
+import gzip
 import json
 import random
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.oracles.traffic_records import Traffic, write_traffic
@@ -87,9 +89,11 @@ def cut_and_reordered(folder: Path, records: int, *, seed: int) -> dict[str, Any
     """Contents of runs over the same records with files in other orders, other pieces and other numbers of workers."""
     traffic = write_traffic(folder / "logs", records, seed=seed)
     turned = Traffic(tuple(reversed(traffic.sources)))
+    dealt = Traffic(tuple(_dealt_anew(source, folder / "dealt", seed=seed) for source in traffic.sources))
     runs = {
         "as it is": configured(folder / "straight", traffic),
         "reversed sources": configured(folder / "reversed", turned),
+        "lines dealt to other files": configured(folder / "dealt-run", dealt),
         "small pieces": configured(folder / "small", traffic, piece_bytes=1 << 18),
         "one large piece": configured(folder / "large", traffic, piece_bytes=1 << 40),
     }
@@ -104,6 +108,21 @@ def cut_and_reordered(folder: Path, records: int, *, seed: int) -> dict[str, Any
         "different_rows": sum(one != rows[0] for one in rows),
         "rows": len(rows[0]),
     }
+
+
+def _dealt_anew(source: dict[str, str], folder: Path, *, seed: int) -> dict[str, str]:
+    """The same lines of a source, shuffled, in plain files of other names."""
+    unpacked = {".gz": gzip.open, ".zst": lambda path: pa.input_stream(str(path), compression="zstd")}
+    lines = []
+    for path in sorted(Path(source["path"]).iterdir()):
+        with unpacked.get(path.suffix, lambda path: open(path, "rb"))(path) as file:
+            lines += [line for line in file.read().split(b"\n") if line]
+    random.Random(seed).shuffle(lines)
+    own = folder / source["format"]
+    own.mkdir(parents=True)
+    for number in range(5):
+        (own / f"part-{number}.jsonl").write_bytes(b"\n".join(lines[number::5]) + b"\n")
+    return {**source, "path": str(own)}
 
 
 def collected(config: Path) -> stages.Artifact[PromptSet]:
