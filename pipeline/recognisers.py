@@ -38,7 +38,8 @@ _STRENGTH = ("private_key", "jwt", "api_key", "iban", "card", "email", "ip", "ph
 # Thai, Japanese, Chinese, Korean: words touch the value that follows them.
 UNSPACED = r"\u0e00-\u0e7f\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef"
 # Each begins with what is rare in prose: a search for a first digit or sign is many times faster than one for a place.
-_MAIL = re.compile(rf"[^\s@{UNSPACED}]{{1,128}}@[^\s@{UNSPACED}]{{3,255}}")
+# The host is looked at and not used up: in a list without spaces the next address begins in it.
+_MAIL = re.compile(rf"[^\s@{UNSPACED}]{{1,128}}@(?=(?P<host>[^\s@{UNSPACED}]{{3,255}}))")
 _URL_LOGIN = re.compile(r"://[^\s/@]{0,128}:\Z")
 _SPOKEN_AT = re.compile(r"[\[({]\s?(?:at|ät|@|arroba|chez)\s?[\])}]", re.IGNORECASE)
 _SPOKEN_DOT = r"\s?(?:\.|[\[({]\s?(?:dot|punkt|point|punto|ponto|\.)\s?[\])}])\s?"
@@ -132,6 +133,11 @@ def _everywhere(pattern: re.Pattern[str], begun: re.Pattern[str] | None = None) 
     return places
 
 
+def _mails(text: str) -> Iterator[tuple[int, str]]:
+    if "@" in text:
+        yield from ((match.start(), match.group() + match["host"]) for match in _MAIL.finditer(text))
+
+
 def _colons(text: str) -> Iterator[tuple[int, str]]:
     for offset, piece in _everywhere(_COLONS, _TWO_COLONS)(text):
         if _is_written_out(piece):
@@ -178,7 +184,7 @@ def _is_written_out(value: str) -> bool:
 def pattern_recognisers(places: Places | None = None) -> tuple[Recogniser, ...]:
     """E-mail addresses, payment cards, IBANs and IP addresses; ``places`` in place of where each kind is looked for."""
     return (
-        PatternRecogniser("email", places or _everywhere(_MAIL, re.compile("@")), _mail),
+        PatternRecogniser("email", places or _mails, _mail),
         PatternRecogniser("card", places or _everywhere(_LONG_NUMBER), _card),
         SpokenMails(),
         AccountRecogniser(

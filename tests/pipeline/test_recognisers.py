@@ -49,6 +49,16 @@ def test_a_value_is_found_and_nothing_beside_it(text, expected):
     assert found(text) == [expected]
 
 
+@pytest.mark.parametrize("between", [",", ";", ", ", "|", "<", "/"])
+def test_every_address_of_a_list_is_found(between):
+    who = ["anna@firma.de", "berta.x@mail.corp.com", "carl@firma.co.uk"]
+    hits = found(between.join(who))
+    left = between.join(who)
+    for _, value in hits:
+        left = left.replace(value, "")
+    assert {kind for kind, _ in hits} == {"email"} and not any(name in left for name in ("anna", "berta", "carl", "@"))
+
+
 @pytest.mark.parametrize(
     "text",
     [
