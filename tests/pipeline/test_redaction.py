@@ -191,6 +191,33 @@ def test_signs_that_only_look_like_others_hide_nothing(plain):
     assert plain.redact({"prompt": text}, "c1").found == {"card": 1, "email": 1, "iban": 1}
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("to anna.berg\u200b@firma.de now", "email"),
+        ("to an\u00adna.berg@fir\u2060ma.de now", "email"),
+        ("https://h.io/?to=anna.berg%40firma.de now", "email"),
+        ("to anna.berg&#64;firma.de now", "email"),
+        ('{"to": "anna.berg\\u0040firma.de"} now', "email"),
+        ('{\\"to\\": \\"anna.berg\\\\u0040firma.de\\"} now', "email"),
+        ("card 4539\u200b1488\u200b0343\u200b6467 now", "card"),
+        ("card ٤٥٣٩ ١٤٨٨ ٠٣٤٣ ٦٤٦٧ now", "card"),
+        ("مواعيد: هاتف +٤٩ ١٥١ ٢٣٤٥٦٧٨٩ now", "phone"),
+    ],
+)
+def test_what_nobody_sees_or_another_script_writes_hides_nothing(plain, text, kind):
+    redacted = plain.redact({"prompt": text}, "c1")
+    made = redacted.body["prompt"]
+    assert redacted.found == {kind: 1} and made.endswith(" now")
+    assert not any(part in made for part in ("anna", "berg", "firma", "6467", "٦٤٦٧", "٢٣٤٥"))
+    assert plain.redact(redacted.body, "c2").body["prompt"] == made
+
+
+def test_signs_that_nobody_sees_stay_where_nothing_is_found(plain):
+    text = "50% of 40%40 and Auf\u00adlage, \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻 &#64; ok"
+    assert plain.redact({"prompt": text}, "c1").body["prompt"] == text
+
+
 def test_half_a_character_rejects_the_record(plain):
     with pytest.raises(Rejected, match=r"^not_unicode$"):
         plain.redact(user("half a pair: \ud800 and more"), "c1")
