@@ -5,8 +5,9 @@ otherwise in another conversation, and that nobody without the key can go back. 
 a made-up value stays as it is when it is met.
 
 Sources of the ranges: RFC 2606 (domains); RFC 2544 and 3849 (addresses); the numbers that regulators keep for film and
-broadcast (phones); payment networks' test numbers (cards). An IBAN's bank code of zeros or X is no bank's, but in Brazil,
-where eight zeros are its largest: there it is eight nines. Of each only a part is used: other examples are replaced like any value, since who wrote them may have meant someone.
+broadcast (phones); payment networks' test numbers (cards). An IBAN's bank code of zeros or X is no bank's, but for
+Brazil's largest: there it is nines. Of each only a part is used: other examples are replaced like any value, since who
+wrote them may have meant someone.
 """
 
 import base64
