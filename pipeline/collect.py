@@ -34,6 +34,8 @@ from pipeline.windows import Pinned, Window, close_window, open_window
 from pipeline.workers import Alone, Workers
 
 STAGE, VERSION = "collect", 6
+WORK = "work"
+"""Folder of an artifact in the making: texts as they were read, and what prompts are compared by."""
 _EXECUTION = ("sources", "window", "redaction", "max_reject_share", "piece_bytes")
 
 logger = logging.getLogger("slipstream")
@@ -59,7 +61,7 @@ def run(
     window = open_window(config.root, settings.window, pins, now=now or datetime.now(UTC), of=of)
 
     def build(folder: Path, derivation: str) -> PromptSet:
-        reading = Reading(settings, key, window, frozenset(erased), folder / "work" / "read", pieces=())
+        reading = Reading(settings, key, window, frozenset(erased), folder / WORK / "read", pieces=())
         return _Build(reading, _as_pinned(sources, window), workers or Alone(), folder, derivation).run()
 
     artifact = stages.complete(
@@ -78,7 +80,7 @@ def run(
         },
         build=build,
     )
-    shutil.rmtree(artifact.folder / "work", ignore_errors=True)
+    shutil.rmtree(artifact.folder / WORK, ignore_errors=True)
     close_window(config.root, settings.window, window, of=of, prompts=artifact.id)
     return artifact
 
@@ -102,7 +104,7 @@ class _Build:
             read=self.reading.folder,
             num_pieces=len(self.reading.pieces),
             num_groups=groups_for(tally.kept),
-            work=self.folder / "work",
+            work=self.folder / WORK,
             folder=self.folder,
         )
         groups = range(choosing.num_groups)

@@ -7,6 +7,7 @@ A bucket is a range of the keyed order in which rows are sampled and written: ea
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ NUM_BUCKETS = 64
 _UNLISTED = frozenset({"no_consent", "erased_subject", "before_window", "after_window"})
 # Policy at work, not damage: no part of collect.max_reject_share.
 BY_POLICY = _UNLISTED | {"unsupported_adapter", *NOT_ABOUT_THE_TARGET}
+_AN_ID = re.compile(r"[\w.:#/+=-]{1,200}", re.ASCII)
 _PLACES = {"earlier": "before_window", "later": "after_window"}
 
 
@@ -116,15 +118,18 @@ class Reading:
             raise Rejected("erased_subject")
 
     def _reject(self, record: Record | Unreadable, reason: str) -> dict[str, Any]:
-        """Where a record lies and why it was dropped, never its text; its own id where that names nobody."""
+        """Where a record lies and why it was dropped, never its text.
+
+        Its own id is told where it is no text, names nobody, and the record says whose it is: else no erasure finds it.
+        """
         told: dict[str, Any] = {"file": record.file, "line": record.line, "offset": record.offset, "reason": reason}
         if record.part:
             told["part"] = record.part
-        own_id = record.id if isinstance(record, Unreadable) else record.body.get("id")
-        if isinstance(own_id, str) and not self._is_personal(own_id):
-            told["id"] = own_id.encode(errors="backslashreplace").decode()
         if isinstance(record, Unreadable):
             return {**told, "error": record.error}
+        own_id = record.body.get("id")
+        if isinstance(own_id, str) and _AN_ID.fullmatch(own_id) and not self._is_personal(own_id):
+            told["id"] = own_id
         if named := named_subject(record.body):
             told["subject"] = self.key.hash("conversation", named)  # an erasure takes this line, too
         return told

@@ -61,7 +61,7 @@ def test_records_are_blanked_and_every_other_byte_stays_where_it_was(config):
 
 def test_lines_that_nobody_can_read_do_not_end_an_erasure(config):
     log, other = config.root / "traffic" / TAPS, config.root / "traffic" / "other.jsonl"
-    log.write_text('{"a":' + "[" * 5000 + "]" * 5000 + "}\n" + lines(asked(1, "anna")))
+    log.write_text('{"a":' + "[" * 5000 + "]" * 5000 + "}\n" + "\0" * 9 + lines(asked(1, "anna")))
     other.write_text(lines({**asked(2, "\ud800"), "format": "other"}))
     assert erased(config, "anna").lines() == ["1 records blanked in the tap's logs"]
 
