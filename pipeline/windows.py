@@ -143,7 +143,8 @@ def forget_open(root: Path, source: str) -> None:
     """Windows that were opened on this source and never finished are opened anew: its bytes are about to change."""
     for path in sorted((Path(root) / FOLDER).glob("*/*.json")):
         window = _read(path)
-        if window.completed is None and any(pin.name == source for pin in window.sources):
+        named = (pin.name for pin in window.sources)
+        if window.completed is None and any(name == source or name.startswith(f"{source}#") for name in named):
             path.unlink()
 
 

@@ -108,18 +108,29 @@ def _name(stored: Stored, settings: SourceConfig) -> str:
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Files of one name carry the beginning of their hash, so that a reject's place is one file's."""
+    """Files of one name carry the beginning of the hash of how they begin, so that a reject's place is one file's.
+
+    Not of all that they hold: a log that grows keeps its name, by which a window knows how far it was read.
+    """
     shared = {name for name, count in Counter(source.name for source in sources).items() if count > 1}
     seen: Counter[str] = Counter()
     named = []
     for source in sources:
         name = source.name
         if name in shared:
-            name = f"{name}#{source.sha256[:8]}"
+            name = f"{name}#{_beginning(source)[:8]}"
             seen[name] += 1
             name = name if seen[name] == 1 else f"{name}.{seen[name]}"
         named.append(replace(source, name=name))
     return named
+
+
+def _beginning(source: Source) -> str:
+    """The hash of a file's first line; that of a packed one, which does not grow."""
+    if source.is_compressed:
+        return source.sha256
+    with opened(source.location, stop=source.size_bytes) as file:
+        return hashlib.sha256(file.readline(_TAIL_BYTES)).hexdigest()
 
 
 def _source(stored: Stored, settings: SourceConfig, name: str, *, block_bytes: int) -> Source:

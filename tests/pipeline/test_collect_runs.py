@@ -107,6 +107,21 @@ def test_a_log_that_changed_under_a_window_is_named_and_not_read_as_if_it_had_no
         collect.run(config, now=NOON)
 
 
+def test_logs_of_one_name_may_grow_while_a_killed_run_waits_to_go_on(configure, tmp_path, monkeypatch):
+    config = configure("collect.window={kind='sliding', days=1}", "collect.sources=['eu/traffic', 'us/traffic']")
+    for n, region in enumerate(("eu", "us")):
+        (tmp_path / region / "traffic").mkdir(parents=True)
+        (tmp_path / region / "traffic" / "day.jsonl").write_text(lines([asked(n, ts=MIDNIGHT - 60)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(collected.Reading, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            collect.run(config, now=NOON)
+    with open(tmp_path / "us" / "traffic" / "day.jsonl", "a") as log:
+        log.write(lines([asked(2, ts=MIDNIGHT - 30)]))
+    assert numbers(collect.run(config, now=NOON)) == [0, 1]
+    assert numbers(collect.run(config, now=NOON + timedelta(days=1))) == [2]  # late, and once
+
+
 @pytest.mark.parametrize("moment", range(1, 30, 6))
 def test_a_run_that_is_killed_anywhere_ends_as_one_that_was_not(configure, tmp_path, moment):
     for number in range(3):

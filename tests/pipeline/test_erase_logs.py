@@ -89,7 +89,7 @@ def test_object_storage_and_folders_that_are_gone_are_no_error(config):
 def test_a_window_that_was_open_on_the_file_is_opened_anew_and_others_stay(config):
     (config.root / "traffic" / TAPS).write_text(lines(asked(1, "anna"), asked(2, "berta")))
     settings = config.collect.window.model_copy(update={"kind": "cumulative"})
-    for of, name in (("mine", f"traffic/{TAPS}"), ("another", "proxy.jsonl")):
+    for of, name in (("mine", f"traffic/{TAPS}"), ("shared", f"traffic/{TAPS}#0123abcd"), ("another", "proxy.jsonl")):
         open_window(config.root, settings, [Pinned(name=name, size_bytes=9, sha256="x")], now=NOW, of=of)
     erased(config, "anna")
     assert {path.parent.name for path in (config.root / "windows").glob("*/*.json")} == {"another"}

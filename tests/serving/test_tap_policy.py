@@ -101,7 +101,8 @@ def test_a_zero_retention_tenant_is_never_written(consent, tenant):
 
 
 @pytest.mark.parametrize(
-    "value", ["münchen".encode(), "MÜNCHEN".encode(), "münchen".encode("latin-1"), b"acme,initech", b"initech , acme", b'"initech"']
+    "value", ["münchen".encode(), "MÜNCHEN".encode(),
+              "münchen".encode("latin-1"), b"acme,initech", b"initech , acme", b'"initech"']
 )  # fmt: skip
 def test_a_zero_retention_tenant_is_known_however_its_header_comes(value):
     policy = settings(ZERO_RETENTION="münchen,initech", TENANT_HEADER="x-tenant").policy
