@@ -136,11 +136,12 @@ class _Build:
 
     def _require_few_rejects(self, tally: Tally, damaged: Sequence[dict[str, Any]]) -> None:
         reasons, limit = tally.dropped, self.settings.max_reject_share
-        if len(damaged) > limit * tally.records:
+        meant = tally.kept + len(damaged)  # what policy leaves out is no measure of a log's health
+        if len(damaged) > limit * meant:
             most = Counter(reject["reason"] for reject in damaged).most_common(1)[0][0]
             worst = next(reject for reject in damaged if reject["reason"] == most)
             raise StageError(
-                f"collect: {len(damaged)} of {tally.records} records rejected ({_listed(reasons)}), more than "
+                f"collect: {len(damaged)} of {meant} records rejected ({_listed(reasons)}), more than "
                 f"collect.max_reject_share = {limit}; the first {worst['reason']} is {worst['file']}:{worst['line']}. "
                 f"{HINTS.get(worst['reason'], 'Repair the log, or raise the limit')}"
             )

@@ -151,7 +151,7 @@ class Reading:
             "weight": 1,
             "served": 1 / _probability(record.body.get("inclusion_probability")),
             "last_seen": record.ts,
-            "person": subject if record.body.get("subject") else None,
+            "person": subject if _names_somebody(record.body) else None,
             "subjects": [subject],
             "subject_weights": [1],
             "accepted_per_step": _accepted(record.body),
@@ -189,6 +189,11 @@ def read_bucket(folder: Path, parts: Iterable[int], bucket: int) -> list[pa.Tabl
 def _redactor(settings: RedactionConfig, key: SplitKey) -> Redactor:
     """One a process: it remembers what it found in texts that come again."""
     return Redactor(settings, key)
+
+
+def _names_somebody(body: Mapping[str, Any]) -> bool:
+    """Whether it says whose it was: not where the tap gave a request without a subject one of its own."""
+    return bool(body.get("subject")) and not str(body["subject"]).startswith("request:")
 
 
 def _probability(value: Any) -> float:

@@ -243,6 +243,13 @@ def test_too_many_rejects_stop_the_stage_but_missing_consent_does_not(run):
         run({"a.jsonl": without})
 
 
+def test_records_without_consent_do_not_make_a_damaged_log_look_sound(run):
+    silent = [user(f"silent {n}", consent=None) for n in range(95)]
+    bad = [user(f"bad {n}", temperature="hot") for n in range(4)]
+    with pytest.raises(StageError, match=r"4 of 5 records rejected \(malformed_temperature 4, no_consent 95\)"):
+        run({"a.jsonl": [*silent, *bad, user("good")]})
+
+
 def test_text_that_a_proxy_cut_is_rejected_and_a_question_about_truncation_is_not(run):
     cut = "x" * 420 + "... (truncated 800 chars) ..." + "y" * 780
     proxy = "x" * 40 + "... (litellm_truncated skipped 165 chars. Full text elsewhere) ..." + "y" * 60

@@ -198,6 +198,21 @@ def test_a_tenant_with_few_subjects_is_left_out_where_a_drafter_is_shared_and_ke
     assert len(rows(collect.run(configure(root="own")))) == 6
 
 
+def test_a_budget_that_leaves_too_few_subjects_to_train_on_stops_the_run(configure, tmp_path):
+    records = [asked(n, tenant=f"t{n % 2}", subject=f"s{n}") for n in range(120)]
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
+    assert len(rows(collect.run(configure("collect.near_similarity='off'")))) == 120
+    with pytest.raises(StageError, match=r"the training rows are of \d subjects, .* collect.min_subjects = 10"):
+        collect.run(configure("collect.near_similarity='off'", "collect.max_prompts=10", root="small"))
+
+
+def test_requests_without_a_subject_are_no_subjects_each(configure, tmp_path):
+    records = [asked(n, tenant=f"t{n % 2}", subject=f"request:{n:032x}") for n in range(120)]
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
+    with pytest.raises(StageError, match="of 0 subjects"):
+        collect.run(configure("collect.near_similarity='off'"))
+
+
 def test_one_subject_that_is_most_of_a_shared_drafters_training_stops_the_run(configure, tmp_path):
     records = [asked(n, tenant="a", subject=f"l{n}") for n in range(20)]
     records += [asked(100 + n, tenant="b", subject=f"m{n}") for n in range(12)]
