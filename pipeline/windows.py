@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pipeline.artifacts import Frozen, write_durably
 from pipeline.collect_config import WindowConfig
 from pipeline.errors import ConfigError, SchemaError
+from pipeline.stages import exclusive
 
 FOLDER = "windows"
 _ALL = 2**62  # bytes
@@ -114,8 +115,12 @@ def open_window(root: Path, settings: WindowConfig, sources: Sequence[Pinned], *
     start, end = interval(settings, now=now, previous_end=None if last is None else last.end)
 
     path = _path(root, of, settings, end)
-    if path.exists():
-        return _read(path)
+    with exclusive(path, "windows", wait=True):  # of two runs that begin together the first one opens it
+        return _read(path) if path.exists() else _opened(path, start, end, last, sources)
+
+
+def _opened(path: Path, start: float | None, end: float, last: Window | None, sources: Sequence[Pinned]) -> Window:
+    """A new window, written down. Raises: ConfigError for an end before the last completed window's."""
     if last is not None and last.end is not None and end < last.end:
         raise ConfigError(
             f"collect.window.until = {datetime.fromtimestamp(end, UTC).isoformat()} lies before the end of the last "
