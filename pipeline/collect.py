@@ -27,6 +27,7 @@ from pipeline.redaction import Redactor
 from pipeline.schemas import SPLITS
 from pipeline.shards import REJECTS, PartWriter, part_path, read_part
 from pipeline.sources import Source, find_sources, pieces
+from pipeline.sources.stores import is_open
 from pipeline.split import SplitKey, load_key, split_of
 from pipeline.tally import Tally, total
 from pipeline.tombstones import read_tombstones
@@ -210,8 +211,14 @@ HINTS = {
 def _pin(source: Source) -> Pinned:
     name, sha256, *how = source.meaning
     told = how[0] if how else {}
-    packed = source.is_compressed
-    return Pinned(name=name, size_bytes=source.size_bytes, sha256=sha256, how=told, is_packed=packed)
+    return Pinned(
+        name=name,
+        size_bytes=source.size_bytes,
+        sha256=sha256,
+        how=told,
+        is_packed=source.is_compressed,
+        is_open=is_open(source.location),
+    )
 
 
 def _as_pinned(sources: Sequence[Source], window: Window) -> list[Source]:

@@ -29,7 +29,9 @@ class Pinned(Frozen):
     sha256: str
     """Of those bytes."""
     is_packed: bool = False
-    """Compressed or sealed: written once, so that whoever has seen it has seen all of it."""
+    """Compressed or sealed: once it is committed, whoever has seen it has seen all of it."""
+    is_open: bool = False
+    """Not committed by its writer yet."""
     how: dict[str, Any] = {}
     """What its configuration says of it (its format, consent, tenant), where that decides the rows."""
 
@@ -128,8 +130,11 @@ def _opened(path: Path, start: float | None, end: float, last: Window | None, so
             "later end, or another root"
         )
     seen = {}
-    if last is not None:  # offsets in a packed file are those of what it unpacks to
-        seen = {**last.seen, **{one.name: _ALL if one.is_packed else one.size_bytes for one in last.sources}}
+    if last is not None:
+        # Offsets in a packed file are those of what it unpacks to. Of an open one nobody knows how far it was read:
+        # what is late in it counts as new, and a few records of its first minutes with it, rather than none.
+        told = (one for one in last.sources if not (one.is_packed and one.is_open))
+        seen = {**last.seen, **{one.name: _ALL if one.is_packed else one.size_bytes for one in told}}
     window = Window(
         start=start, end=end, previous_end=None if last is None else last.end, sources=tuple(sources), seen=seen
     )

@@ -96,6 +96,17 @@ def test_a_packed_file_that_was_read_once_holds_nothing_new_whatever_it_unpacks_
     assert second.place(0.0, source="a.gz", offset=5000) == "earlier"
 
 
+def test_what_comes_late_in_a_sealed_file_that_was_still_open_is_not_lost(tmp_path):
+    growing = Pinned(name="a.sealed", size_bytes=10, sha256="00", is_packed=True, is_open=True)
+    closed(tmp_path, NOON, growing, days=1)
+    whole = Pinned(name="a.sealed", size_bytes=900, sha256="01", is_packed=True)
+    after = closed(tmp_path, NOON + DAY, whole, days=1)
+    assert after.place(MIDNIGHT - 5, source="a.sealed", offset=700) == "in"
+    assert (
+        opened(tmp_path, NOON + 2 * DAY, whole, days=1).place(MIDNIGHT - 5, source="a.sealed", offset=700) == "earlier"
+    )
+
+
 def test_the_first_window_takes_nothing_from_before_its_start(tmp_path):
     assert opened(tmp_path, NOON, pin("a", 10), days=1).place(0.0, source="a", offset=5) == "earlier"
 
