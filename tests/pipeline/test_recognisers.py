@@ -99,6 +99,15 @@ def test_a_private_key_is_what_stands_between_its_lines_and_all_that_follows_whe
     assert found(escaped) == [("private_key", body.replace("\n", "\\n"))]
 
 
+def test_keys_that_begin_again_and_again_are_each_found_with_an_end_and_without():
+    begin, end, key = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "Zq8rT2mLw9XpB4vN6cK1sD3f"
+    ended = f"{begin}\n{key}\n{end}\n" * 3
+    cut = f"{begin}\n{key}\n" * 3
+    assert [kind for kind, _ in found(ended + cut, recognisers=(Credentials(),))] == ["private_key"] * 6
+    first, *_ = found(cut + ended, recognisers=(Credentials(),))
+    assert first[1].count(key) == 4, "to the first end"
+
+
 def test_of_values_over_each_other_the_longest_stands_for_all_that_they_cover():
     text = "0123456789"
     short, long = Hit(0, 4, "email", "0123"), Hit(2, 9, "phone", "2345678")
