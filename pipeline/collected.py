@@ -92,9 +92,13 @@ class Reading:
             subject = self.key.hash("conversation", named_subject(record.body) or request.subject)
             if subject in self.erased:
                 raise Rejected("erased_subject")
-            return self._as_row(record, request, served, subject), redacted
+            row = self._as_row(record, request, served, subject)
+            "".join(value for value in row.values() if isinstance(value, str)).encode()
+            return row, redacted
         except Rejected:
             raise
+        except UnicodeEncodeError:
+            raise Rejected("not_unicode")
         except Exception as error:  # a record that nobody thought of must not end the run; its text is not told
             raise Rejected(f"unexpected_{type(error).__name__}")
 

@@ -179,10 +179,13 @@ def test_a_record_that_nobody_thought_of_is_counted_and_told_without_its_text(co
 
 
 def test_a_subject_or_a_time_that_nobody_could_have_ends_no_run(configure, tmp_path):
-    odd = [asked(2, subject="\ud800"), asked(3, ts="9999-12-31T23:59:59-05:00")]
+    reply = {"prompt_token_ids": [1], "usage": {"completion_tokens": 1},
+             "choices": [{"token_ids": [2], "finish_reason": "stop"}]}  # fmt: skip
+    odd = [asked(2, subject="\ud800"), asked(5, target="\ud800", response=reply)]
+    odd.append(asked(3, ts="9999-12-31T23:59:59-05:00"))
     (tmp_path / "traffic" / "a.jsonl").write_text(lines([asked(1), *odd, asked(4, ts="0001-01-01T00:00:00+05:00")]))
     artifact = collect.run(configure("collect.max_reject_share=0.5"))
-    assert (numbers(artifact), artifact.manifest.rejects) == ([1, 3, 4], {"not_unicode": 1})
+    assert (numbers(artifact), artifact.manifest.rejects) == ([1, 3, 4], {"not_unicode": 2})
 
 
 def test_a_tenant_with_few_subjects_is_left_out_where_a_drafter_is_shared_and_kept_where_it_is_its_own(
