@@ -6,6 +6,7 @@ file knows its first line's number.
 """
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from pipeline.collect_config import SourceConfig
 from pipeline.errors import ConfigError
 from pipeline.sources.stores import Stored, committed_name, file_name, is_open, listed, opened
 from pipeline.sources.streams import OPENERS, SEALED, opener_of
+
+logger = logging.getLogger("slipstream")
 
 BLOCK_BYTES = 8 << 20
 _THREADS = 8  # hashing and reading leave Python's lock
@@ -77,9 +80,14 @@ def find_sources(
     found: dict[str, tuple[Stored, SourceConfig, str]] = {}
     for entry in entries:
         settings = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
+        left_out = []
         for stored in listed(settings.path):
             if not stored.relative or _counts(stored.relative, settings.format):
                 found.setdefault(stored.location, (stored, settings, _name(stored, settings)))
+            else:
+                left_out.append(stored.relative)
+        if left_out:  # such as a log that was rotated: traffic.jsonl.1
+            logger.warning("%s: %d files left out by their names: %s, ...", settings.path, len(left_out), left_out[0])
     places = ", ".join(str(entry.path if isinstance(entry, SourceConfig) else entry) for entry in entries)
     if not found:
         raise ConfigError(f"{setting}: no .jsonl, .jsonl.gz or .jsonl.zst file in {places}")

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import logging
 import tracemalloc
 from pathlib import Path
 
@@ -316,3 +317,11 @@ def test_a_log_that_is_committed_or_deleted_while_a_folder_is_listed_is_there_on
     monkeypatch.setattr(Path, "rglob", found_then_moved)
     sources = find_sources([tmp_path])
     assert [Path(source.location).name for source in sources] == ["traffic-1.jsonl", "traffic-2.jsonl"]
+
+
+def test_files_that_are_no_logs_by_their_names_are_left_out_and_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    for name in ("a.jsonl", "a.jsonl.1", "a.jsonl.2"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    assert [source.name for source in find_sources([tmp_path])] == [f"{tmp_path.name}/a.jsonl"]
+    assert f"{tmp_path}: 2 files left out by their names: a.jsonl.1" in caplog.text
