@@ -34,7 +34,7 @@ from pipeline.tombstones import read_tombstones
 from pipeline.windows import Pinned, Window, close_window, open_window
 from pipeline.workers import Alone, Workers
 
-STAGE, VERSION = "collect", 6
+STAGE, VERSION = "collect", 7
 WORK = "work"
 """Folder of an artifact in the making: texts as they were read, and what prompts are compared by."""
 _EXECUTION = ("sources", "window", "redaction", "max_reject_share", "piece_bytes")
