@@ -115,7 +115,8 @@ COMMANDS: dict[str, Command] = {
         "jobs.collect",
         "served requests → prompts: consent, duplicates counted, split for good",
         "slipstream collect --set 'collect.sources=[\"/logs/traffic\"]' --set collect.redaction.names=not_redacted",
-        more="Reads .jsonl and .jsonl.gz: the tap's records, OpenAI-style logs, or lines with messages or prompt.\n"
+        more="Reads .jsonl, plain, .gz and .zst, and sealed logs, here and on object storage: the tap's records,\n"
+        "LiteLLM's payloads, OpenTelemetry's GenAI events, OpenAI-style logs, or lines with messages or prompt.\n"
         "Rejected lines are listed in rejects.jsonl with file, line and reason, never with text.",
     ),
     "regenerate": Command(
@@ -207,7 +208,8 @@ COMMANDS: dict[str, Command] = {
         "jobs.erase",
         "every request of a subject leaves the run root; versions that learned from one get a deadline",
         "slipstream erase --subject customer-4711",
-        more="A keyed hash remains, by which records that turn up later are dropped.",
+        more="A keyed hash remains, by which records that turn up later are dropped. Records in the tap's committed\n"
+        "logs on this machine are blanked; other logs that hold some are named. Names count letter for letter.",
         needs_ray=False,
         add_arguments=_erase_arguments,
     ),

@@ -73,6 +73,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     """Erase, say what was done and, where the policy asks for it, begin the lineage anew at once."""
     done = run(config, _subjects(arguments))
     print("\n".join(done.lines()))
+    if not (done.removed.rows or done.removed.artifacts or done.logs.records):
+        print("nothing was found by these names, which count letter for letter: spelt as the requests spelt them?")
     if done.tagged and config.retention.restart == "at_once":
         from jobs import loop
 

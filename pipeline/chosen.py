@@ -120,9 +120,9 @@ class Choosing:
         told = self.work / "chosen.json"
         if not told.exists():
             rows, counts = self._leaders()
-            self._require_subjects(rows)
             sample = self._drawn(rows)
             kept = rows.take(pa.array(sample.rows))
+            self._require_subjects(kept)  # a small budget may leave few of many
             probabilities = [
                 inclusion_probability(weight, served, sampled)
                 for weight, served, sampled in zip(

@@ -27,13 +27,16 @@ from pipeline.redaction import Redactor
 from pipeline.schemas import SPLITS
 from pipeline.shards import REJECTS, PartWriter, part_path, read_part
 from pipeline.sources import Source, find_sources, pieces
+from pipeline.sources.stores import is_open
 from pipeline.split import SplitKey, load_key, split_of
 from pipeline.tally import Tally, total
 from pipeline.tombstones import read_tombstones
 from pipeline.windows import Pinned, Window, close_window, open_window
 from pipeline.workers import Alone, Workers
 
-STAGE, VERSION = "collect", 6
+STAGE, VERSION = "collect", 7
+WORK = "work"
+"""Folder of an artifact in the making: texts as they were read, and what prompts are compared by."""
 _EXECUTION = ("sources", "window", "redaction", "max_reject_share", "piece_bytes")
 
 logger = logging.getLogger("slipstream")
@@ -59,7 +62,7 @@ def run(
     window = open_window(config.root, settings.window, pins, now=now or datetime.now(UTC), of=of)
 
     def build(folder: Path, derivation: str) -> PromptSet:
-        reading = Reading(settings, key, window, frozenset(erased), folder / "work" / "read", pieces=())
+        reading = Reading(settings, key, window, frozenset(erased), folder / WORK / "read", pieces=())
         return _Build(reading, _as_pinned(sources, window), workers or Alone(), folder, derivation).run()
 
     artifact = stages.complete(
@@ -78,7 +81,7 @@ def run(
         },
         build=build,
     )
-    shutil.rmtree(artifact.folder / "work", ignore_errors=True)
+    shutil.rmtree(artifact.folder / WORK, ignore_errors=True)
     close_window(config.root, settings.window, window, of=of, prompts=artifact.id)
     return artifact
 
@@ -102,7 +105,7 @@ class _Build:
             read=self.reading.folder,
             num_pieces=len(self.reading.pieces),
             num_groups=groups_for(tally.kept),
-            work=self.folder / "work",
+            work=self.folder / WORK,
             folder=self.folder,
         )
         groups = range(choosing.num_groups)
@@ -134,11 +137,12 @@ class _Build:
 
     def _require_few_rejects(self, tally: Tally, damaged: Sequence[dict[str, Any]]) -> None:
         reasons, limit = tally.dropped, self.settings.max_reject_share
-        if len(damaged) > limit * tally.records:
+        meant = tally.kept + len(damaged)  # what policy leaves out is no measure of a log's health
+        if len(damaged) > limit * meant:
             most = Counter(reject["reason"] for reject in damaged).most_common(1)[0][0]
             worst = next(reject for reject in damaged if reject["reason"] == most)
             raise StageError(
-                f"collect: {len(damaged)} of {tally.records} records rejected ({_listed(reasons)}), more than "
+                f"collect: {len(damaged)} of {meant} records rejected ({_listed(reasons)}), more than "
                 f"collect.max_reject_share = {limit}; the first {worst['reason']} is {worst['file']}:{worst['line']}. "
                 f"{HINTS.get(worst['reason'], 'Repair the log, or raise the limit')}"
             )
@@ -207,8 +211,14 @@ HINTS = {
 def _pin(source: Source) -> Pinned:
     name, sha256, *how = source.meaning
     told = how[0] if how else {}
-    packed = source.is_compressed
-    return Pinned(name=name, size_bytes=source.size_bytes, sha256=sha256, how=told, is_packed=packed)
+    return Pinned(
+        name=name,
+        size_bytes=source.size_bytes,
+        sha256=sha256,
+        how=told,
+        is_packed=source.is_compressed,
+        is_open=is_open(source.location),
+    )
 
 
 def _as_pinned(sources: Sequence[Source], window: Window) -> list[Source]:

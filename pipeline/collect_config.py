@@ -168,7 +168,7 @@ class CollectConfig(Frozen):
     max_subject_share: float = Field(0.2, gt=0, le=1)
     """Where several tenants share the drafter: a subject with a larger share of the training rows stops the stage."""
     max_reject_share: float = Field(0.2, ge=0, le=1)
-    """A larger share of rejected records stops the stage."""
+    """A larger share of rejected records, of those that policy does not leave out, stops the stage."""
 
 
 class RetentionConfig(Frozen):

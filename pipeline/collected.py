@@ -7,6 +7,7 @@ A bucket is a range of the keyed order in which rows are sampled and written: ea
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ NUM_BUCKETS = 64
 _UNLISTED = frozenset({"no_consent", "erased_subject", "before_window", "after_window"})
 # Policy at work, not damage: no part of collect.max_reject_share.
 BY_POLICY = _UNLISTED | {"unsupported_adapter", *NOT_ABOUT_THE_TARGET}
+_AN_ID = re.compile(r"[\w.:#/+=-]{1,200}", re.ASCII)
 _PLACES = {"earlier": "before_window", "later": "after_window"}
 
 
@@ -90,9 +92,13 @@ class Reading:
             subject = self.key.hash("conversation", named_subject(record.body) or request.subject)
             if subject in self.erased:
                 raise Rejected("erased_subject")
-            return self._as_row(record, request, served, subject), redacted
+            row = self._as_row(record, request, served, subject)
+            "".join(value for value in row.values() if isinstance(value, str)).encode()
+            return row, redacted
         except Rejected:
             raise
+        except UnicodeEncodeError:
+            raise Rejected("not_unicode")
         except Exception as error:  # a record that nobody thought of must not end the run; its text is not told
             raise Rejected(f"unexpected_{type(error).__name__}")
 
@@ -116,15 +122,18 @@ class Reading:
             raise Rejected("erased_subject")
 
     def _reject(self, record: Record | Unreadable, reason: str) -> dict[str, Any]:
-        """Where a record lies and why it was dropped, never its text; its own id where that names nobody."""
+        """Where a record lies and why it was dropped, never its text.
+
+        Its own id is told where it is no text, names nobody, and the record says whose it is: else no erasure finds it.
+        """
         told: dict[str, Any] = {"file": record.file, "line": record.line, "offset": record.offset, "reason": reason}
         if record.part:
             told["part"] = record.part
-        own_id = record.id if isinstance(record, Unreadable) else record.body.get("id")
-        if isinstance(own_id, str) and not self._is_personal(own_id):
-            told["id"] = own_id.encode(errors="backslashreplace").decode()
         if isinstance(record, Unreadable):
             return {**told, "error": record.error}
+        own_id = record.body.get("id")
+        if isinstance(own_id, str) and _AN_ID.fullmatch(own_id) and not self._is_personal(own_id):
+            told["id"] = own_id
         if named := named_subject(record.body):
             told["subject"] = self.key.hash("conversation", named)  # an erasure takes this line, too
         return told
@@ -146,7 +155,7 @@ class Reading:
             "weight": 1,
             "served": 1 / _probability(record.body.get("inclusion_probability")),
             "last_seen": record.ts,
-            "person": subject if record.body.get("subject") else None,
+            "person": subject if _names_somebody(record.body) else None,
             "subjects": [subject],
             "subject_weights": [1],
             "accepted_per_step": _accepted(record.body),
@@ -184,6 +193,11 @@ def read_bucket(folder: Path, parts: Iterable[int], bucket: int) -> list[pa.Tabl
 def _redactor(settings: RedactionConfig, key: SplitKey) -> Redactor:
     """One a process: it remembers what it found in texts that come again."""
     return Redactor(settings, key)
+
+
+def _names_somebody(body: Mapping[str, Any]) -> bool:
+    """Whether it says whose it was: not where the tap gave a request without a subject one of its own."""
+    return bool(body.get("subject")) and not str(body["subject"]).startswith("request:")
 
 
 def _probability(value: Any) -> float:

@@ -143,10 +143,16 @@ def _of_rule(rule: str, text: str, start: int, end: int) -> Iterator[Hit]:
 
 def _private_keys(text: str) -> Iterator[Hit]:
     """What stands between the lines that begin and end a key; where the end is missing, all that looks like key."""
+    endless, done = set(), 0
     for match in _BLOCK.finditer(text):
-        end = text.find(f"-----END {match.group(1)}-----", match.end())
+        if match.start() < done:
+            continue
+        kind = match.group(1)
+        end = -1 if kind in endless else text.find(f"-----END {kind}-----", match.end())
         if end < 0:
+            endless.add(kind)  # never looked for again: a text may begin thousands
             end = _BLOCK_REST.match(text, match.end()).end()
+        done = end
         if sum(map(str.isalnum, text[match.end() : end])) >= _MIN_KEY_CHARACTERS:
             yield _hit("private_key", text, match.end(), end)
 

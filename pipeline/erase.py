@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.artifacts import AcceptanceReport, HiddenStateCache, Manifest, PromptSet, ResponseSet, find
+from pipeline.collect import WORK
 from pipeline.disk import QUEUE, remove_cache
 from pipeline.errors import StageError
 from pipeline.rows import tables as tables_of
@@ -122,7 +123,9 @@ def _take_out(
     keeps = lambda reject: reject.get("subject") not in erased  # noqa: E731
     if find(folder, kind) is None:
         _remove_unfinished(folder, removed)
-    elif (done := supersede(folder, kind, rewrite, note=note, keeps_reject=keeps)) is not None:
+        return
+    shutil.rmtree(folder / WORK, ignore_errors=True)  # of a run that was killed when all but this was done
+    if (done := supersede(folder, kind, rewrite, note=note, keeps_reject=keeps)) is not None:
         removed.rows |= done.rows
         removed.artifacts.append(folder.name)
 

@@ -6,8 +6,8 @@ numbers), found by a cheap pattern first. That finds what the whole text would, 
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pipeline import presidio_patterns
@@ -38,7 +38,8 @@ _STRENGTH = ("private_key", "jwt", "api_key", "iban", "card", "email", "ip", "ph
 # Thai, Japanese, Chinese, Korean: words touch the value that follows them.
 UNSPACED = r"\u0e00-\u0e7f\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef"
 # Each begins with what is rare in prose: a search for a first digit or sign is many times faster than one for a place.
-_MAIL = re.compile(rf"[^\s@{UNSPACED}]{{1,128}}@[^\s@{UNSPACED}]{{3,255}}")
+# The host is looked at and not used up: in a list without spaces the next address begins in it.
+_MAIL = re.compile(rf"[^\s@{UNSPACED}]{{1,128}}@(?=(?P<host>[^\s@{UNSPACED}]{{3,255}}))")
 _URL_LOGIN = re.compile(r"://[^\s/@]{0,128}:\Z")
 _SPOKEN_AT = re.compile(r"[\[({]\s?(?:at|ät|@|arroba|chez)\s?[\])}]", re.IGNORECASE)
 _SPOKEN_DOT = r"\s?(?:\.|[\[({]\s?(?:dot|punkt|point|punto|ponto|\.)\s?[\])}])\s?"
@@ -61,13 +62,18 @@ _ISSUED = re.compile(
     r"|3(?:0[0-5]|095|[689]\d)\d{11,16}|35\d{14,17}|(?:50|5[6-9]|6\d)\d{14,17}|1\d{14}"
 )
 _CARD_GROUPS = {(4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 4, 4, 3), (8, 8), (6, 13)}
-# One character for another that looks like it, so that places stay the same: spaces, dashes, wide signs.
+# One character for another that looks or counts like it, so that places stay the same: spaces, dashes, wide signs, and
+# the digits of other scripts.
 _ODD = (
     dict.fromkeys("\u00a0\u2007\u2009\u202f\u3000", " ")
     | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
     | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
+    | {sign: str(int(sign)) for sign in map(chr, range(0x80, 0x10000)) if sign.isdecimal()}
 )
 _ANY_ODD, _PLAIN = re.compile(f"[{re.escape(''.join(_ODD))}]"), str.maketrans(_ODD)
+# What nobody sees, and an @ as URLs, HTML and JSON in a text write it.
+_HIDDEN = re.compile(r"[\u00ad\u200b-\u200d\u2060\ufeff]|(?P<at>%40|&(?:#64|#x40|commat);|\\{1,4}u0040)", re.IGNORECASE)
+_HIDES = ("%40", "&#", "&commat", "u0040")
 
 Places = Callable[[str], Iterable[tuple[int, str]]]  # text → where it may stand: offset and piece
 
@@ -132,6 +138,11 @@ def _everywhere(pattern: re.Pattern[str], begun: re.Pattern[str] | None = None) 
     return places
 
 
+def _mails(text: str) -> Iterator[tuple[int, str]]:
+    if "@" in text:
+        yield from ((match.start(), match.group() + match["host"]) for match in _MAIL.finditer(text))
+
+
 def _colons(text: str) -> Iterator[tuple[int, str]]:
     for offset, piece in _everywhere(_COLONS, _TWO_COLONS)(text):
         if _is_written_out(piece):
@@ -178,7 +189,7 @@ def _is_written_out(value: str) -> bool:
 def pattern_recognisers(places: Places | None = None) -> tuple[Recogniser, ...]:
     """E-mail addresses, payment cards, IBANs and IP addresses; ``places`` in place of where each kind is looked for."""
     return (
-        PatternRecogniser("email", places or _everywhere(_MAIL, re.compile("@")), _mail),
+        PatternRecogniser("email", places or _mails, _mail),
         PatternRecogniser("card", places or _everywhere(_LONG_NUMBER), _card),
         SpokenMails(),
         AccountRecogniser(
@@ -192,6 +203,32 @@ def pattern_recognisers(places: Places | None = None) -> tuple[Recogniser, ...]:
 def in_plain_signs(text: str) -> str:
     """The text with the same number of characters, its spaces, dashes and wide signs as ASCII has them."""
     return text if text.isascii() or _ANY_ODD.search(text) is None else text.translate(_PLAIN)
+
+
+def as_read(text: str) -> tuple[str, list[tuple[int, int]] | None]:
+    """The text as a reader takes it, and where each of its characters stands in the other one; None: where it is."""
+    plain = in_plain_signs(text)
+    if (text.isascii() and not any(sign in text for sign in _HIDES)) or _HIDDEN.search(plain) is None:
+        return plain, None
+    pieces, spans, at = [], [], 0
+    for match in _HIDDEN.finditer(plain):
+        pieces.append(plain[at : match.start()])
+        spans += ((place, place + 1) for place in range(at, match.start()))
+        if match["at"]:
+            pieces.append("@")
+            spans.append(match.span())
+        at = match.end()
+    spans += ((place, place + 1) for place in range(at, len(plain)))
+    return "".join([*pieces, plain[at:]]), spans
+
+
+def placed(hits: Iterable[Hit], spans: Sequence[tuple[int, int]] | None) -> Iterator[Hit]:
+    """Hits in a text as it is read, where they stand in the text that ``as_read`` was given."""
+    for hit in hits:
+        if spans is None:
+            yield hit
+        elif hit.start < hit.end:
+            yield replace(hit, start=spans[hit.start][0], end=spans[hit.end - 1][1])
 
 
 def merged(hits: Iterable[Hit], text: str) -> list[Hit]:

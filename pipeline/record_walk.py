@@ -27,6 +27,9 @@ _SETTINGS = frozenset(
 )  # fmt: skip
 # What texts became: never read, and dropped where a text was changed.
 _IDS = frozenset(("token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs"))
+# Where a number may be somebody's: what calls and templates are given.
+_CARRIES = frozenset(("arguments", "chat_template_kwargs"))
+_SHORTEST_NUMBER = 5  # digits; fewer are counts, years and prices
 _PROSE = frozenset(("description", "title"))  # in a tool's schema
 
 
@@ -70,7 +73,7 @@ class RecordWalk:
             return self._inside_json(value, self._tools) if isinstance(value, str) else self._tools(value)
         if name == "arguments" and isinstance(value, str):
             return self._inside_json(value, lambda parsed: self._value(parsed, label="", numbers=True))
-        return self._value(value, label=name, numbers=name == "arguments")
+        return self._value(value, label=name, numbers=name in _CARRIES)
 
     def _value(self, value: Any, *, label: str, numbers: bool = False) -> Any:
         if isinstance(value, str):
@@ -86,9 +89,10 @@ class RecordWalk:
             if numbers:
                 return {name: self._value(item, label=name, numbers=True) for name, item in value.items()}
             return {name: self._item(name, item) for name, item in value.items()}
-        if numbers and isinstance(value, int) and abs(value) >= 10**11:
-            made = self._text(str(value), label)
-            return int(made) if made.isdigit() and made[0] != "0" else made
+        if numbers and (digits := _digits(value)):
+            made = self._text(digits, label)
+            if made != digits:
+                return int(made) if made.isdigit() and made[0] != "0" else made
         return value
 
     def _text(self, text: str, label: str) -> str:
@@ -165,8 +169,8 @@ class RecordWalk:
             raise Rejected("personal_data_in_settings")
 
     def _require_clean(self, value: Any) -> None:
-        if isinstance(value, str):
-            self._require_clean_name(value)
+        if text := value if isinstance(value, str) else _digits(value):
+            self._require_clean_name(text)
         elif isinstance(value, dict):
             for name, item in value.items():
                 self._require_clean_name(name)
@@ -174,6 +178,16 @@ class RecordWalk:
         elif isinstance(value, list):
             for item in value:
                 self._require_clean(item)
+
+
+def _digits(value: Any) -> str | None:
+    """A number's digits, as a text may have them, where they are enough to be somebody's."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    digits = str(abs(value))
+    return digits if len(digits) >= _SHORTEST_NUMBER else None
 
 
 def _is_of_texts(value: Sequence[Any]) -> bool:

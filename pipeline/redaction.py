@@ -18,13 +18,13 @@ from pipeline.errors import Rejected
 from pipeline.named_entities import named_entities
 from pipeline.own_patterns import OwnPatterns
 from pipeline.phones import PhoneRecogniser
-from pipeline.recognisers import Hit, Recogniser, in_plain_signs, merged, pattern_recognisers
+from pipeline.recognisers import Hit, Recogniser, as_read, in_plain_signs, merged, pattern_recognisers, placed
 from pipeline.record_walk import RecordWalk, without_ids
 from pipeline.split import SplitKey
 from pipeline.surrogates import Surrogates
 
 _LIBRARIES = ("presidio_analyzer", "phonenumbers", "kingfisher-secret-scanner", "tldextract", "regex")
-_VERSION = 1
+_VERSION = 2
 _SHORTEST = 5  # characters that can hold a value of the pattern kinds
 _REMEMBERED = 8192  # characters of a text whose findings are kept for the next time
 
@@ -84,13 +84,13 @@ class Redactor:
         return find(text, label, names)
 
     def _hits(self, text: str, label: str, names: bool) -> list[Hit]:
-        plain = in_plain_signs(text)
+        read, spans = as_read(text)
         hits = [*self._own.hits(text, label)]
         if len(text) >= _SHORTEST:
-            hits += (hit for one in self._recognisers for hit in one.hits(plain, label))
+            hits += (hit for one in self._recognisers for hit in placed(one.hits(read, label), spans))
         if names:
             hits += (hit for one in self._names for hit in one.hits(text, label))
-        return merged(hits, plain)
+        return merged(hits, in_plain_signs(text))
 
 
 def _is_in_words(body: Mapping[str, Any]) -> bool:

@@ -33,7 +33,8 @@ class SplitKey:
 
     def hash(self, purpose: str, value: str) -> str:
         """32 hex digits, HMAC-SHA256; hashes made for two purposes are unrelated."""
-        return hmac.new(self.secret, f"{purpose}\0{value}".encode(), hashlib.sha256).hexdigest()[:32]
+        told = f"{purpose}\0{value}".encode(errors="surrogatepass")  # a log may name anybody anything
+        return hmac.new(self.secret, told, hashlib.sha256).hexdigest()[:32]
 
 
 def load_key(config: Config) -> SplitKey:

@@ -5,8 +5,9 @@ otherwise in another conversation, and that nobody without the key can go back. 
 a made-up value stays as it is when it is met.
 
 Sources of the ranges: RFC 2606 (domains); RFC 2544 and 3849 (addresses); the numbers that regulators keep for film and
-broadcast (phones); payment networks' test numbers (cards). An IBAN's bank code of zeros or X is no bank's. Of each only
-a part is used: other examples are replaced like any value, since who wrote them may have meant someone.
+broadcast (phones); payment networks' test numbers (cards). An IBAN's bank code of zeros or X is no bank's, but for
+Brazil's largest: there it is nines. Of each only a part is used: other examples are replaced like any value, since who
+wrote them may have meant someone.
 """
 
 import base64
@@ -46,11 +47,12 @@ _OWN_PHONES: Mapping[str, tuple[str, ...]] = {
     "1": ("N9#55501",),
     "33": ("26191", "35301", "46571", "53649"),
     "44": ("1174960", "1184960", "1514960", "1914980"),
-    "46": ("84650", "7017406", "3139006"),
+    "46": ("8465004", "7017406", "3139006"),
     "49": ("3023125", "6990009", "4066969", "8999998", "17139200", "176040690"),
     "61": ("35550", "75550", "85550"),
     "353": ("2091",),
 }
+_NO_BRAZILIAN = "99999999"
 _NO_RANGE = "000"  # no plan gives out a national number that begins so, nor with the two that are left without a 0
 _VENDOR = re.compile(
     r"(?:gh[a-z]_|github_pat_|sk-ant-api\d\d-|sk-proj-|sk-|[rsp]k_(?:live|test)_|xox[a-z]-|A[KS]IA|AIza|GOCSPX-|hf_"
@@ -130,7 +132,7 @@ def is_made_up(kind: str, normal: str) -> bool:
         case "card":
             return normal.startswith(tuple(_OWN_CARDS.values())) and normal not in _KNOWN_CARDS
         case "iban":
-            return not normal[4:8].strip("0X")
+            return normal[4:12] == _NO_BRAZILIAN if normal.startswith("BR") else not normal[4:8].strip("0X")
         case "phone":
             country, _, national = normal.removeprefix("+").partition(" ")
             own = (_NO_RANGE[1:], *_OWN_PHONES.get(country, ()))
@@ -162,7 +164,8 @@ def _card(draws: _Draws, text: str, normal: str) -> str:
 
 def _iban(draws: _Draws, text: str, normal: str) -> str:
     bank = "".join("0" if character.isdigit() else "X" for character in normal[4:8])
-    account = bank + "".join(draws.like(character) for character in normal[8:])
+    bank = _NO_BRAZILIAN if normal.startswith("BR") else bank
+    account = bank + "".join(draws.like(character) for character in normal[4 + len(bank) :])
     numeric = "".join(str(int(character, 36)) for character in f"{account}{normal[:2]}00")
     made = _written_as(text, f"{normal[:2]}{98 - int(numeric) % 97:02d}{account}")
     return made.lower() if text == text.lower() else made

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pipeline.artifacts import Frozen, write_durably
 from pipeline.collect_config import WindowConfig
 from pipeline.errors import ConfigError, SchemaError
+from pipeline.stages import exclusive
 
 FOLDER = "windows"
 _ALL = 2**62  # bytes
@@ -28,7 +29,9 @@ class Pinned(Frozen):
     sha256: str
     """Of those bytes."""
     is_packed: bool = False
-    """Compressed or sealed: written once, so that whoever has seen it has seen all of it."""
+    """Compressed or sealed: once it is committed, whoever has seen it has seen all of it."""
+    is_open: bool = False
+    """Not committed by its writer yet."""
     how: dict[str, Any] = {}
     """What its configuration says of it (its format, consent, tenant), where that decides the rows."""
 
@@ -114,8 +117,12 @@ def open_window(root: Path, settings: WindowConfig, sources: Sequence[Pinned], *
     start, end = interval(settings, now=now, previous_end=None if last is None else last.end)
 
     path = _path(root, of, settings, end)
-    if path.exists():
-        return _read(path)
+    with exclusive(path, "windows", wait=True):  # of two runs that begin together the first one opens it
+        return _read(path) if path.exists() else _opened(path, start, end, last, sources)
+
+
+def _opened(path: Path, start: float | None, end: float, last: Window | None, sources: Sequence[Pinned]) -> Window:
+    """A new window, written down. Raises: ConfigError for an end before the last completed window's."""
     if last is not None and last.end is not None and end < last.end:
         raise ConfigError(
             f"collect.window.until = {datetime.fromtimestamp(end, UTC).isoformat()} lies before the end of the last "
@@ -123,8 +130,11 @@ def open_window(root: Path, settings: WindowConfig, sources: Sequence[Pinned], *
             "later end, or another root"
         )
     seen = {}
-    if last is not None:  # offsets in a packed file are those of what it unpacks to
-        seen = {**last.seen, **{one.name: _ALL if one.is_packed else one.size_bytes for one in last.sources}}
+    if last is not None:
+        # Offsets in a packed file are those of what it unpacks to. Of an open one nobody knows how far it was read:
+        # what is late in it counts as new, and a few records of its first minutes with it, rather than none.
+        told = (one for one in last.sources if not (one.is_packed and one.is_open))
+        seen = {**last.seen, **{one.name: _ALL if one.is_packed else one.size_bytes for one in told}}
     window = Window(
         start=start, end=end, previous_end=None if last is None else last.end, sources=tuple(sources), seen=seen
     )
@@ -143,7 +153,8 @@ def forget_open(root: Path, source: str) -> None:
     """Windows that were opened on this source and never finished are opened anew: its bytes are about to change."""
     for path in sorted((Path(root) / FOLDER).glob("*/*.json")):
         window = _read(path)
-        if window.completed is None and any(pin.name == source for pin in window.sources):
+        named = (pin.name for pin in window.sources)
+        if window.completed is None and any(name == source or name.startswith(f"{source}#") for name in named):
             path.unlink()
 
 

@@ -6,6 +6,7 @@ file knows its first line's number.
 """
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from pipeline.collect_config import SourceConfig
 from pipeline.errors import ConfigError
 from pipeline.sources.stores import Stored, committed_name, file_name, is_open, listed, opened
 from pipeline.sources.streams import OPENERS, SEALED, opener_of
+
+logger = logging.getLogger("slipstream")
 
 BLOCK_BYTES = 8 << 20
 _THREADS = 8  # hashing and reading leave Python's lock
@@ -77,9 +80,14 @@ def find_sources(
     found: dict[str, tuple[Stored, SourceConfig, str]] = {}
     for entry in entries:
         settings = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
+        left_out = []
         for stored in listed(settings.path):
             if not stored.relative or _counts(stored.relative, settings.format):
                 found.setdefault(stored.location, (stored, settings, _name(stored, settings)))
+            else:
+                left_out.append(stored.relative)
+        if left_out:  # such as a log that was rotated: traffic.jsonl.1
+            logger.warning("%s: %d files left out by their names: %s, ...", settings.path, len(left_out), left_out[0])
     places = ", ".join(str(entry.path if isinstance(entry, SourceConfig) else entry) for entry in entries)
     if not found:
         raise ConfigError(f"{setting}: no .jsonl, .jsonl.gz or .jsonl.zst file in {places}")
@@ -108,18 +116,29 @@ def _name(stored: Stored, settings: SourceConfig) -> str:
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Files of one name carry the beginning of their hash, so that a reject's place is one file's."""
+    """Files of one name carry the beginning of the hash of how they begin, so that a reject's place is one file's.
+
+    Not of all that they hold: a log that grows keeps its name, by which a window knows how far it was read.
+    """
     shared = {name for name, count in Counter(source.name for source in sources).items() if count > 1}
     seen: Counter[str] = Counter()
     named = []
     for source in sources:
         name = source.name
         if name in shared:
-            name = f"{name}#{source.sha256[:8]}"
+            name = f"{name}#{_beginning(source)[:8]}"
             seen[name] += 1
             name = name if seen[name] == 1 else f"{name}.{seen[name]}"
         named.append(replace(source, name=name))
     return named
+
+
+def _beginning(source: Source) -> str:
+    """The hash of a file's first line; that of a packed one, which does not grow."""
+    if source.is_compressed:
+        return source.sha256
+    with opened(source.location, stop=source.size_bytes) as file:
+        return hashlib.sha256(file.readline(_TAIL_BYTES)).hexdigest()
 
 
 def _source(stored: Stored, settings: SourceConfig, name: str, *, block_bytes: int) -> Source:

@@ -59,8 +59,6 @@ class Unreadable:
     reason: str
     error: str
     part: int = 0
-    id: str | None = None
-    """The id that the log gave it."""
 
     @property
     def place(self) -> str:
@@ -186,7 +184,7 @@ def _parts(body: dict[str, Any], settings: SourceConfig, where: tuple[str, int, 
                 yield Record(*where, _of_source(found, settings), part, _ts(found, settings))
             part += 1
     except Rejected as reason:
-        yield Unreadable(*where, str(reason), "", part, _own_id(body))
+        yield Unreadable(*where, str(reason), "", part)
 
 
 def _of_source(body: dict[str, Any], settings: SourceConfig) -> dict[str, Any]:
@@ -206,8 +204,3 @@ def _ts(body: dict[str, Any], settings: SourceConfig) -> float | None:
     if ts is not None:
         body["ts"] = ts
     return ts
-
-
-def _own_id(body: dict[str, Any]) -> str | None:
-    own_id = body.get("id")
-    return own_id.encode(errors="backslashreplace").decode() if isinstance(own_id, str) else None

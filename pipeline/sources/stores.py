@@ -50,9 +50,19 @@ def listed(place: Path | str) -> list[Stored]:
         raise ConfigError(f"collect.sources: {path} does not exist; expected a folder or a .jsonl(.gz, .zst) file")
     if path.is_file():
         return [Stored(str(path.resolve()), "", path.stat().st_size)]
-    files = ((file, str(file.relative_to(path))) for file in path.rglob("*") if file.is_file())
-    found = [(relative, file.resolve()) for file, relative in files if not _hidden(relative)]
-    return [Stored(str(file), relative, file.stat().st_size) for relative, file in sorted(found)]
+    files = ((str(file.relative_to(path)), file) for file in path.rglob("*") if file.is_file())
+    found = (_stored(relative, file) for relative, file in sorted(files) if not _hidden(relative))
+    return [stored for stored in found if stored is not None]
+
+
+def _stored(relative: str, file: Path) -> Stored | None:
+    """A file that was just found; None for one that went, since logs are committed and deleted while others look."""
+    try:
+        return Stored(str(file.resolve()), relative, file.stat().st_size)
+    except FileNotFoundError:
+        if not is_open(relative):
+            return None
+        return _stored(committed_name(relative), Path(committed_name(str(file))))
 
 
 def opened(location: str, *, start: int = 0, stop: int) -> io.BufferedReader:

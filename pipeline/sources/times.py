@@ -1,7 +1,7 @@
 """The times that logs write, as seconds since 1970 (UTC)."""
 
 import math
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -14,7 +14,7 @@ def seconds(value: Any, *, timezone: str = "UTC") -> float | None:
 
     ``timezone`` is that of ISO times which name none.
 
-    Raises: ValueError for anything else.
+    Raises: ValueError for anything else, and for a year that nobody could write out again.
     """
     if value is None or value == "":
         return None
@@ -35,6 +35,6 @@ def _iso(text: str, timezone: str) -> float:
     if when.tzinfo is None:
         when = when.replace(tzinfo=ZoneInfo(timezone))
     try:
-        return when.timestamp()
+        return when.astimezone(UTC).timestamp()
     except OverflowError:
         raise ValueError("not a time")

@@ -4,8 +4,9 @@
     traffic-HOST-PID-MILLISECONDS.jsonl         whole
 
 and .sealed instead of .jsonl where there is a key. Every complete line (or chunk) of either can be read. The time in
-the name is when the file was begun, and what its time to live counts from: no record lives longer. A writer holds a
-lock on the file it writes, so whoever gets the lock of an open file knows that its writer is dead.
+the name is when the file was begun, and what its time to live counts from: no record lives longer, nor does a copy
+(.NAME.PID.tmp) that an erasure was killed over. A writer holds a lock on the file it writes, so whoever gets the lock
+of an open file knows that its writer is dead.
 """
 
 import errno
@@ -24,7 +25,7 @@ from serving.tap.settings import LogSettings
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 30.0, 600.0
 SWEEP_EVERY_S = 600.0
-_OURS = re.compile(r"\.?traffic-[A-Za-z0-9.-]+-\d+-(?P<ms>\d{13})(?P<open>\.open)?\.(jsonl|sealed)")
+_OURS = re.compile(r"\.?traffic-[A-Za-z0-9.-]+-\d+-(?P<ms>\d{13})(?P<open>\.open)?\.(jsonl|sealed)(\.\d+\.tmp)?")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_BYTES = 1 << 20
 

@@ -46,11 +46,11 @@ class Policy:
         given: dict[bytes, list[str]] = {}
         for name, value in headers:
             if name in self._names:
-                given.setdefault(name, []).append(value.decode("latin-1").strip())
+                given.setdefault(name, []).append(_text(value))
         if any(_says_no(given.get(name), value) for name, value in self.opt_out):
             return Verdict("denied_opt_out")
         tenants, subjects = (_distinct(given, name) for name in (self.tenant_header, self.subject_header))
-        if any(tenant.casefold() in self.zero_retention for tenant in tenants):
+        if any(part in self.zero_retention for tenant in tenants for part in _parts(tenant)):
             return Verdict("denied_zero_retention")
         if len(tenants) > 1 or len(subjects) > 1:
             return Verdict("denied_ambiguous")
@@ -85,11 +85,26 @@ class Policy:
         return frozenset(rules) | {name for name in named if name}
 
 
+def _text(value: bytes) -> str:
+    """A header's value as people write it: UTF-8, which clients and gateways send, else Latin-1."""
+    try:
+        return value.decode().strip()
+    except UnicodeDecodeError:
+        return value.decode("latin-1").strip()
+
+
 def _says_no(values: Sequence[str] | None, expected: str | None) -> bool:
-    """Whether a header is there, with that value if one is asked for: alone or in a list, in any case."""
+    """Whether a header is there, with that value if one is asked for: alone or in a list, in any case, with parameters
+    or without."""
     if values is None or expected is None:
         return values is not None
-    return any(expected.casefold() == part.strip().casefold() for value in values for part in value.split(","))
+    found = {part for value in values for part in _parts(value)}
+    return expected.casefold() in found | {part.partition(";")[0].strip(' "') for part in found}
+
+
+def _parts(value: str) -> set[str]:
+    """A value, and what it lists where a proxy has joined several headers into one; case-folded."""
+    return {part.strip(' "').casefold() for part in (value, *value.split(","))}
 
 
 def _distinct(given: dict[bytes, list[str]], name: bytes | None) -> list[str]:

@@ -171,7 +171,23 @@ def test_no_subject_and_no_text_leaves_in_a_reject_or_a_hash(run):
     written = (artifact.folder / "rejects.jsonl").read_text() + json.dumps([{**r, "messages": ""} for r in rows])
     assert len(rejects) == 2
     assert "anna" not in written
-    assert "secret" not in written.replace("id-my secret", "")
+    assert "secret" not in written, "an id that is a text is not told either"
+
+
+def test_a_reject_tells_an_id_only_where_an_erasure_finds_it(run):
+    failed = {
+        "call_type": "acompletion",
+        "startTime": 1.7e9,
+        "status": "failure",
+        "id": "req-anna-1",
+        "end_user": "anna",
+    }
+    known = user("hi", subject="anna", temperature="hot") | {"id": "req-anna-2"}
+    _, _, rejects = run({"a.jsonl": [failed, known, user("ok")]}, overrides=["collect.max_reject_share=1.0"])
+    assert [(one["reason"], one.get("id")) for one in rejects] == [
+        ("failed_request", None), ("malformed_temperature", "req-anna-2"),
+    ]  # fmt: skip
+    assert "subject" in rejects[1]
 
 
 def test_sampling_keeps_a_fixed_part_that_a_larger_one_contains(run):
@@ -225,6 +241,13 @@ def test_too_many_rejects_stop_the_stage_but_missing_consent_does_not(run):
     assert len(run({"a.jsonl": [*without, user("one")]})[0]) == 1
     with pytest.raises(StageError, match="none of 9 records"):
         run({"a.jsonl": without})
+
+
+def test_records_without_consent_do_not_make_a_damaged_log_look_sound(run):
+    silent = [user(f"silent {n}", consent=None) for n in range(95)]
+    bad = [user(f"bad {n}", temperature="hot") for n in range(4)]
+    with pytest.raises(StageError, match=r"4 of 5 records rejected \(malformed_temperature 4, no_consent 95\)"):
+        run({"a.jsonl": [*silent, *bad, user("good")]})
 
 
 def test_text_that_a_proxy_cut_is_rejected_and_a_question_about_truncation_is_not(run):

@@ -107,6 +107,21 @@ def test_a_log_that_changed_under_a_window_is_named_and_not_read_as_if_it_had_no
         collect.run(config, now=NOON)
 
 
+def test_logs_of_one_name_may_grow_while_a_killed_run_waits_to_go_on(configure, tmp_path, monkeypatch):
+    config = configure("collect.window={kind='sliding', days=1}", "collect.sources=['eu/traffic', 'us/traffic']")
+    for n, region in enumerate(("eu", "us")):
+        (tmp_path / region / "traffic").mkdir(parents=True)
+        (tmp_path / region / "traffic" / "day.jsonl").write_text(lines([asked(n, ts=MIDNIGHT - 60)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(collected.Reading, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            collect.run(config, now=NOON)
+    with open(tmp_path / "us" / "traffic" / "day.jsonl", "a") as log:
+        log.write(lines([asked(2, ts=MIDNIGHT - 30)]))
+    assert numbers(collect.run(config, now=NOON)) == [0, 1]
+    assert numbers(collect.run(config, now=NOON + timedelta(days=1))) == [2]  # late, and once
+
+
 @pytest.mark.parametrize("moment", range(1, 30, 6))
 def test_a_run_that_is_killed_anywhere_ends_as_one_that_was_not(configure, tmp_path, moment):
     for number in range(3):
@@ -163,6 +178,16 @@ def test_a_record_that_nobody_thought_of_is_counted_and_told_without_its_text(co
     assert b"harbour" not in (artifact.folder / "rejects.jsonl").read_bytes()
 
 
+def test_a_subject_or_a_time_that_nobody_could_have_ends_no_run(configure, tmp_path):
+    reply = {"prompt_token_ids": [1], "usage": {"completion_tokens": 1},
+             "choices": [{"token_ids": [2], "finish_reason": "stop"}]}  # fmt: skip
+    odd = [asked(2, subject="\ud800"), asked(5, target="\ud800", response=reply)]
+    odd.append(asked(3, ts="9999-12-31T23:59:59-05:00"))
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines([asked(1), *odd, asked(4, ts="0001-01-01T00:00:00+05:00")]))
+    artifact = collect.run(configure("collect.max_reject_share=0.5"))
+    assert (numbers(artifact), artifact.manifest.rejects) == ([1, 3, 4], {"not_unicode": 2})
+
+
 def test_a_tenant_with_few_subjects_is_left_out_where_a_drafter_is_shared_and_kept_where_it_is_its_own(
     configure, tmp_path
 ):
@@ -174,6 +199,21 @@ def test_a_tenant_with_few_subjects_is_left_out_where_a_drafter_is_shared_and_ke
     assert numbers(shared) == list(range(60))
     (tmp_path / "traffic" / "a.jsonl").write_text(lines(small))
     assert len(rows(collect.run(configure(root="own")))) == 6
+
+
+def test_a_budget_that_leaves_too_few_subjects_to_train_on_stops_the_run(configure, tmp_path):
+    records = [asked(n, tenant=f"t{n % 2}", subject=f"s{n}") for n in range(120)]
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
+    assert len(rows(collect.run(configure("collect.near_similarity='off'")))) == 120
+    with pytest.raises(StageError, match=r"the training rows are of \d subjects, .* collect.min_subjects = 10"):
+        collect.run(configure("collect.near_similarity='off'", "collect.max_prompts=10", root="small"))
+
+
+def test_requests_without_a_subject_are_no_subjects_each(configure, tmp_path):
+    records = [asked(n, tenant=f"t{n % 2}", subject=f"request:{n:032x}") for n in range(120)]
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
+    with pytest.raises(StageError, match="of 0 subjects"):
+        collect.run(configure("collect.near_similarity='off'"))
 
 
 def test_one_subject_that_is_most_of_a_shared_drafters_training_stops_the_run(configure, tmp_path):

@@ -203,6 +203,14 @@ def test_half_done_work_is_removed_since_nobody_knows_whose_it_is(tmp_path):
     assert len(removed.unfinished) == 2  # states go as such
 
 
+def test_what_a_run_left_that_was_killed_when_its_rows_were_there_is_removed(tmp_path):
+    config, prompts, _ = whole_run(tmp_path / "root")
+    (prompts.folder / "work" / "read").mkdir(parents=True)
+    (prompts.folder / "work" / "read" / "collected-00000.arrow").write_text(SECRET)
+    erase.erase(config.root, hashes(config, "anna"))
+    assert holds(config.root, SECRET) == []
+
+
 def test_what_expires_goes_and_what_has_no_time_stays(tmp_path):
     records = [*RECORDS, asked("timeless", "dora")]
     config, prompts, _ = whole_run(tmp_path / "root", records)

@@ -59,6 +59,13 @@ def test_records_are_blanked_and_every_other_byte_stays_where_it_was(config):
     assert erased(config, "anna").records == 0
 
 
+def test_lines_that_nobody_can_read_do_not_end_an_erasure(config):
+    log, other = config.root / "traffic" / TAPS, config.root / "traffic" / "other.jsonl"
+    log.write_text('{"a":' + "[" * 5000 + "]" * 5000 + "}\n" + "\0" * 9 + lines(asked(1, "anna")))
+    other.write_text(lines({**asked(2, "\ud800"), "format": "other"}))
+    assert erased(config, "anna").lines() == ["1 records blanked in the tap's logs"]
+
+
 def test_what_is_being_written_or_of_others_making_is_left_and_told(config):
     logs = config.root / "traffic"
     growing, others = logs / TAPS.replace(".jsonl", ".open.jsonl"), logs / "proxy.jsonl"
@@ -82,7 +89,7 @@ def test_object_storage_and_folders_that_are_gone_are_no_error(config):
 def test_a_window_that_was_open_on_the_file_is_opened_anew_and_others_stay(config):
     (config.root / "traffic" / TAPS).write_text(lines(asked(1, "anna"), asked(2, "berta")))
     settings = config.collect.window.model_copy(update={"kind": "cumulative"})
-    for of, name in (("mine", f"traffic/{TAPS}"), ("another", "proxy.jsonl")):
+    for of, name in (("mine", f"traffic/{TAPS}"), ("shared", f"traffic/{TAPS}#0123abcd"), ("another", "proxy.jsonl")):
         open_window(config.root, settings, [Pinned(name=name, size_bytes=9, sha256="x")], now=NOW, of=of)
     erased(config, "anna")
     assert {path.parent.name for path in (config.root / "windows").glob("*/*.json")} == {"another"}

@@ -49,6 +49,16 @@ def test_a_value_is_found_and_nothing_beside_it(text, expected):
     assert found(text) == [expected]
 
 
+@pytest.mark.parametrize("between", [",", ";", ", ", "|", "<", "/"])
+def test_every_address_of_a_list_is_found(between):
+    who = ["anna@firma.de", "berta.x@mail.corp.com", "carl@firma.co.uk"]
+    hits = found(between.join(who))
+    left = between.join(who)
+    for _, value in hits:
+        left = left.replace(value, "")
+    assert {kind for kind, _ in hits} == {"email"} and not any(name in left for name in ("anna", "berta", "carl", "@"))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -87,6 +97,15 @@ def test_a_private_key_is_what_stands_between_its_lines_and_all_that_follows_whe
     assert found(block.partition("-----END")[0].rstrip() + "\nplease help me") == [("private_key", body.rstrip())]
     escaped = block.replace("\n", "\\n")
     assert found(escaped) == [("private_key", body.replace("\n", "\\n"))]
+
+
+def test_keys_that_begin_again_and_again_are_each_found_with_an_end_and_without():
+    begin, end, key = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "Zq8rT2mLw9XpB4vN6cK1sD3f"
+    ended = f"{begin}\n{key}\n{end}\n" * 3
+    cut = f"{begin}\n{key}\n" * 3
+    assert [kind for kind, _ in found(ended + cut, recognisers=(Credentials(),))] == ["private_key"] * 6
+    first, *_ = found(cut + ended, recognisers=(Credentials(),))
+    assert first[1].count(key) == 4, "to the first end"
 
 
 def test_of_values_over_each_other_the_longest_stands_for_all_that_they_cover():

@@ -123,6 +123,34 @@ def test_a_card_that_is_a_number_in_arguments_is_replaced_as_a_number(plain):
     assert isinstance(arguments["card"], int) and str(arguments["card"]).startswith("42424242")
 
 
+def test_numbers_are_looked_at_wherever_a_call_or_a_template_is_given_one():
+    own = redactor(custom=[CustomPattern(name="customer", pattern=r"\b\d{8}\b")])
+    given = {"card": 4539148803436467, "as_float": 4539148803436467.0, "phone": 4153675309, "customer": 12345678}
+    kept = {"n": 12, "price": 19.5, "ok": True, "year": 2026, "id": 987654321}
+    for body in (
+        {"messages": [{"role": "assistant", "tool_calls": [call(json.dumps(given | kept))]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [call(given | kept)]}]},
+        user("hi", params={"chat_template_kwargs": given | kept, "seed": 4539148803436467}),
+    ):
+        redacted = own.redact(body, "c1")
+        assert redacted.found == {"card": 2, "phone": 1, "custom_customer": 1}
+        written = json.dumps(redacted.body.get("messages") if "params" not in body else redacted.body["params"])
+        assert not any(str(number) in written for number in (4153675309, 12345678)) and "987654321" in written
+        assert ("4539148803436467" in written) == ("params" in body), "a seed is no word of anybody"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        user("hi", tools=[{"function": {"parameters": {"properties": {"to": {"enum": [4539148803436467]}}}}}]),
+        user("hi", params={"response_format": {"json_schema": {"schema": {"const": 4539148803436467}}}}),
+    ],
+)
+def test_a_number_in_a_schema_rejects_the_record_where_it_is_somebodys(plain, body):
+    with pytest.raises(Rejected, match=r"^personal_data_in_settings$"):
+        plain.redact(body, "c1")
+
+
 def test_the_key_that_a_value_stands_under_counts(plain):
     body = {
         "messages": [{"role": "assistant", "tool_calls": [call('{"password": "hunter2xy", "title": "hunter2xy"}')]}]
@@ -189,6 +217,33 @@ def test_signs_that_only_look_like_others_hide_nothing(plain):
         "４５３９ 1488\u00a00343\u00a06467, anna．berg＠firma.de, DE89\u202f3704\u202f0044\u202f0532\u202f0130\u202f00"
     )
     assert plain.redact({"prompt": text}, "c1").found == {"card": 1, "email": 1, "iban": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("to anna.berg\u200b@firma.de now", "email"),
+        ("to an\u00adna.berg@fir\u2060ma.de now", "email"),
+        ("https://h.io/?to=anna.berg%40firma.de now", "email"),
+        ("to anna.berg&#64;firma.de now", "email"),
+        ('{"to": "anna.berg\\u0040firma.de"} now', "email"),
+        ('{\\"to\\": \\"anna.berg\\\\u0040firma.de\\"} now', "email"),
+        ("card 4539\u200b1488\u200b0343\u200b6467 now", "card"),
+        ("card ٤٥٣٩ ١٤٨٨ ٠٣٤٣ ٦٤٦٧ now", "card"),
+        ("مواعيد: هاتف +٤٩ ١٥١ ٢٣٤٥٦٧٨٩ now", "phone"),
+    ],
+)
+def test_what_nobody_sees_or_another_script_writes_hides_nothing(plain, text, kind):
+    redacted = plain.redact({"prompt": text}, "c1")
+    made = redacted.body["prompt"]
+    assert redacted.found == {kind: 1} and made.endswith(" now")
+    assert not any(part in made for part in ("anna", "berg", "firma", "6467", "٦٤٦٧", "٢٣٤٥"))
+    assert plain.redact(redacted.body, "c2").body["prompt"] == made
+
+
+def test_signs_that_nobody_sees_stay_where_nothing_is_found(plain):
+    text = "50% of 40%40 and Auf\u00adlage, \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 👩\u200d💻 &#64; ok"
+    assert plain.redact({"prompt": text}, "c1").body["prompt"] == text
 
 
 def test_half_a_character_rejects_the_record(plain):

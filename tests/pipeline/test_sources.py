@@ -3,7 +3,9 @@
 import base64
 import gzip
 import json
+import logging
 import tracemalloc
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -299,3 +301,27 @@ def test_a_line_without_end_takes_no_memory_beyond_the_limit(tmp_path, suffix, p
         tracemalloc.stop()
     assert rejects(lines) == [(1, 0, "too_long")] and prompts(lines) == ["next"]
     assert peak < 10 << 20
+
+
+def test_a_log_that_is_committed_or_deleted_while_a_folder_is_listed_is_there_once_or_not(tmp_path, monkeypatch):
+    for name in ("traffic-1.open.jsonl", "traffic-2.jsonl", "traffic-3.jsonl"):
+        (tmp_path / name).write_text(f'{{"prompt": "{name[8]}"}}\n')
+    real = Path.rglob
+
+    def found_then_moved(folder, pattern):
+        found = list(real(folder, pattern))
+        yield from found
+        (tmp_path / "traffic-1.open.jsonl").rename(tmp_path / "traffic-1.jsonl")
+        (tmp_path / "traffic-3.jsonl").unlink()
+
+    monkeypatch.setattr(Path, "rglob", found_then_moved)
+    sources = find_sources([tmp_path])
+    assert [Path(source.location).name for source in sources] == ["traffic-1.jsonl", "traffic-2.jsonl"]
+
+
+def test_files_that_are_no_logs_by_their_names_are_left_out_and_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    for name in ("a.jsonl", "a.jsonl.1", "a.jsonl.2"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    assert [source.name for source in find_sources([tmp_path])] == [f"{tmp_path.name}/a.jsonl"]
+    assert f"{tmp_path}: 2 files left out by their names: a.jsonl.1" in caplog.text

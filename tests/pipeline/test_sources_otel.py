@@ -250,3 +250,11 @@ def test_a_real_sdk_writes_what_is_read_here():
     (found,) = read(json.loads(json.dumps(MessageToDict(encode_spans(exporter.get_finished_spans())))))
     assert json.loads(canonical_request(found).messages) == TURNS
     assert canonical_request(found).sampling == '{"top_k":5,"stop":["END"]}'
+
+
+def test_a_number_without_end_costs_its_own_record_alone():
+    endless = span({"gen_ai.input.messages": [QUESTION]})
+    endless["attributes"].append({"key": "gen_ai.request.seed", "value": {"intValue": float("inf")}})
+    found = list(records_of(traces(endless, span({"gen_ai.input.messages": [QUESTION]})), "otel"))
+    assert isinstance(found[0], Rejected) and str(found[0]) == "malformed_record"
+    assert found[1]["messages"] == [{"role": "user", "content": "Weather in Paris?", "name": None}]

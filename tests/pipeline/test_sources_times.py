@@ -49,7 +49,23 @@ def test_no_time_is_none():
 
 @pytest.mark.parametrize(
     "written",
-    [True, -1, float("nan"), float("inf"), 1e30, "yesterday", "12:00", "2026-13-01", "²", "9" * 5000, [], {}, "1.2.3"],
+    [
+        True,
+        -1,
+        float("nan"),
+        float("inf"),
+        1e30,
+        "yesterday",
+        "12:00",
+        "2026-13-01",
+        "²",
+        "9" * 5000,
+        [],
+        {},
+        "1.2.3",
+        "9999-12-31T23:59:59-05:00",
+        "0001-01-01T00:00:00+05:00",
+    ],
 )
 def test_what_is_no_time_says_so(written):
     with pytest.raises(ValueError):

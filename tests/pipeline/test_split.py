@@ -24,6 +24,11 @@ def test_the_hash_is_hmac_sha256_of_purpose_and_value():
     assert SplitKey(b"k" * 16).hash("row", "hello") == expected
 
 
+def test_half_a_character_is_hashed_like_any_value():
+    key = SplitKey(b"the split key of these tests")
+    assert len({key.hash("conversation", name) for name in ("subject:\ud800", "subject:\ud801", "subject:?")}) == 3
+
+
 def test_the_shares_come_out_as_asked():
     key = SplitKey(b"a key of the test")
     counts = Counter(split_of(key, f"subject {n}", **SHARES) for n in range(10_000))

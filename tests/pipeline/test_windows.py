@@ -1,4 +1,7 @@
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +9,7 @@ from pipeline.collect_config import WindowConfig
 from pipeline.errors import ConfigError, SchemaError
 from pipeline.windows import Pinned, close_window, interval, open_window
 
+ROOT = Path(__file__).resolve().parents[2]
 DAY = timedelta(days=1)
 NOON = datetime(2026, 3, 10, 12, 30, tzinfo=UTC)
 MIDNIGHT = datetime(2026, 3, 10, tzinfo=UTC).timestamp()
@@ -92,6 +96,17 @@ def test_a_packed_file_that_was_read_once_holds_nothing_new_whatever_it_unpacks_
     assert second.place(0.0, source="a.gz", offset=5000) == "earlier"
 
 
+def test_what_comes_late_in_a_sealed_file_that_was_still_open_is_not_lost(tmp_path):
+    growing = Pinned(name="a.sealed", size_bytes=10, sha256="00", is_packed=True, is_open=True)
+    closed(tmp_path, NOON, growing, days=1)
+    whole = Pinned(name="a.sealed", size_bytes=900, sha256="01", is_packed=True)
+    after = closed(tmp_path, NOON + DAY, whole, days=1)
+    assert after.place(MIDNIGHT - 5, source="a.sealed", offset=700) == "in"
+    assert (
+        opened(tmp_path, NOON + 2 * DAY, whole, days=1).place(MIDNIGHT - 5, source="a.sealed", offset=700) == "earlier"
+    )
+
+
 def test_the_first_window_takes_nothing_from_before_its_start(tmp_path):
     assert opened(tmp_path, NOON, pin("a", 10), days=1).place(0.0, source="a", offset=5) == "earlier"
 
@@ -125,6 +140,29 @@ def test_other_sources_have_windows_of_their_own(tmp_path):
     other = open_window(tmp_path, WindowConfig(kind="sliding", days=1), [pin("z", 1)], now=NOON, of="other")
     assert other.sources == (pin("z", 1),)
     assert other.previous_end is None
+
+
+def test_of_runs_that_begin_together_all_have_the_window_of_the_first(tmp_path):
+    script = (
+        "import sys, time\nfrom datetime import UTC, datetime\nfrom pathlib import Path\n"
+        "from pipeline.collect_config import WindowConfig\nfrom pipeline.windows import Pinned, open_window\n"
+        "print('ready', flush=True)\nsys.stdin.readline()\n"
+        "for n in range(40):\n"
+        "    pin = Pinned(name='a', size_bytes=int(sys.argv[2]), sha256='00')\n"
+        "    now = datetime(2026, 3, 10, 12, tzinfo=UTC)\n"
+        "    made = open_window(Path(sys.argv[1]), WindowConfig(kind='sliding'), [pin], now=now, of=str(n))\n"
+        "    print(made.sources[0].size_bytes)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    runs = [subprocess.Popen([*command, str(n)], **pipes) for n in range(3)]
+    for process in runs:
+        assert process.stdout.readline() == "ready\n"
+    for process in runs:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    first, *others = (process.communicate()[0] for process in runs)
+    assert len(first.splitlines()) == 40 and others == [first, first]
 
 
 def test_a_damaged_window_says_which_file_to_remove(tmp_path):

@@ -182,13 +182,19 @@ def test_the_folders_own_files_are_deleted_when_their_time_is_over_and_nobody_el
     now_ms = time.time_ns() // 1_000_000
     old, young = now_ms - 8 * 24 * 3600 * 1000, now_ms - 6 * 24 * 3600 * 1000
     gone = [f"traffic-h-1-{old}.jsonl", f"traffic-h.example-1-{old}.sealed", f"traffic-h-1-{old}.open.jsonl",
-            f".traffic-h-1-{old}.open.jsonl"]  # fmt: skip
-    kept = [f"traffic-h-1-{young}.jsonl", f"traffic-h-1-{old}.jsonl.gz", f"other-h-1-{old}.jsonl", "notes.txt"]
+            f".traffic-h-1-{old}.open.jsonl", f".traffic-h-1-{old}.jsonl.99.tmp"]  # fmt: skip
+    kept = [
+        f"traffic-h-1-{young}.jsonl",
+        f"traffic-h-1-{old}.jsonl.gz",
+        f"other-h-1-{old}.jsonl",
+        "notes.txt",
+        f".traffic-h-1-{young}.jsonl.99.tmp",
+    ]
     for name in gone + kept:
         (tmp_path / name).write_text('{"n": 1}\n')
         os.utime(tmp_path / name)
     log = Log(tmp_path)
-    assert names(tmp_path) == sorted(kept) and log.events == ["file_expired"] * 4
+    assert names(tmp_path) == sorted(kept) and log.events == ["file_expired"] * 5
 
 
 def test_no_record_outlives_its_time_although_its_file_was_touched(tmp_path):

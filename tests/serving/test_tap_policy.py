@@ -100,6 +100,28 @@ def test_a_zero_retention_tenant_is_never_written(consent, tenant):
     assert verdict([*headers, ("X-Tenant", "acme")], **given).reason == "denied_zero_retention"
 
 
+@pytest.mark.parametrize(
+    "value", ["münchen".encode(), "MÜNCHEN".encode(),
+              "münchen".encode("latin-1"), b"acme,initech", b"initech , acme", b'"initech"']
+)  # fmt: skip
+def test_a_zero_retention_tenant_is_known_however_its_header_comes(value):
+    policy = settings(ZERO_RETENTION="münchen,initech", TENANT_HEADER="x-tenant").policy
+    assert policy.decide("chat", [(b"x-tenant", value)]).reason == "denied_zero_retention"
+
+
+@pytest.mark.parametrize("value", [b"zero", b"ZERO, x", b"x,zero;q=1", b'"zero"', b"zero; until=2030"])
+def test_an_opt_out_is_one_in_a_list_in_quotes_and_with_parameters(value):
+    policy = settings(OPT_OUT="x-retention=zero").policy
+    assert policy.decide("chat", [(b"x-retention", value)]).reason == "denied_opt_out"
+    assert policy.decide("chat", [(b"x-retention", value.lower().replace(b"zero", b"zeroes"))]).reason is None
+
+
+def test_a_subject_is_on_record_as_people_write_it_so_that_it_can_be_erased():
+    policy = settings(SUBJECT_HEADER="x-subject").policy
+    for raw in ("Müller, à la carte à".encode(), "Müller, à la carte à".encode("latin-1")):
+        assert policy.decide("chat", [(b"x-subject", raw)]).subject == "Müller, à la carte à"
+
+
 def test_a_request_that_might_be_a_zero_retention_tenants_is_not_written():
     given = {"TENANT_HEADER": "X-Tenant", "ZERO_RETENTION": "initech"}
     assert verdict([], **given).reason == "denied_without_tenant"

@@ -50,5 +50,5 @@ def records_of(body: dict[str, Any], log_format: str) -> Iterator[dict[str, Any]
         raise Rejected("unknown_format")
     try:
         yield from found.records(body)
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
         raise Rejected("malformed_record")  # a log may hold anything

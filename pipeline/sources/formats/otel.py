@@ -62,7 +62,7 @@ def _tried(read: Any, resource: Attributes, item: Mapping[str, Any]) -> Iterator
         record = read(resource, item)
     except Rejected as reason:
         yield reason
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
         yield Rejected("malformed_record")
     else:
         if record is not None:
