@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from bench.oracles import redaction_held_out_texts as texts
 from bench.oracles.redaction_held_out_clean import TRAPS, clean_value, uuid
@@ -19,6 +20,7 @@ from bench.oracles.redaction_held_out_values import FIRST, LAST, VALUES, Maker
 NUM_LABELLED = 1200
 NUM_CLEAN = 720
 SEED = 20_011
+_PIECE = 8  # characters of a secret that tell something of it
 TOOL_ARGUMENTS = frozenset(texts.split(texts.TOOL_ARGUMENTS))
 MAKERS = {**VALUES, **TOKENS, **{kind: make for kind, (_, make) in NAMED_TOKENS.items()}, "private_key": private_key}
 SLOT = re.compile(r"«([a-z0-9_A-Z=]+)(/json)?»")
@@ -57,6 +59,29 @@ class HeldOutRecord:
     values: tuple[Labelled, ...]
     tool_arguments: bool = False
     """The text is JSON, the arguments of a tool call."""
+
+    def body(self, conversation: str) -> dict[str, Any]:
+        """The request that it is part of."""
+        turn: dict[str, Any] = {"role": "user", "content": self.text}
+        if self.tool_arguments:
+            call = {"id": "call_1", "type": "function", "function": {"name": "do_it", "arguments": self.text}}
+            turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"messages": [turn], "conversation": conversation}
+
+
+def left_over(body: dict[str, Any], value: Labelled) -> bool:
+    """Whether the value is still in a record: a number however it is grouped, of a secret a piece of its last half."""
+    message = body["messages"][0]
+    text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+    if value.text.casefold() in text.casefold():
+        return True
+    if value.kind.startswith(("phone", "card", "iban")):
+        return "".join(filter(str.isalnum, value.text)) in "".join(filter(str.isalnum, text))
+    if value.kind in ("email", "ipv4", "ipv6"):
+        return False
+    secret = value.text.partition("-----END")[0]
+    places = range(len(secret) // 2, len(secret) - _PIECE + 1)
+    return any(secret[place : place + _PIECE] in text for place in places)
 
 
 def rendered(template: str, value: Callable[[str], str | None], filler: Callable[[str], str]) -> HeldOutRecord:
