@@ -1,5 +1,6 @@
 """What people paste that names nobody and opens nothing, and looks as if it did."""
 
+import re
 import string
 from random import Random
 
@@ -138,8 +139,8 @@ Warum ist «bad_iban» keine gültige IBAN?
 ¿Por qué «bad_iban» no es válido?
 ---
 matrix:
-«four» «four» «four» «four»
-«four» «four» «four» «four»
+«row»
+«row»
 transpose it
 ---
 lap times 1:02:03:04, 00:59:58:21 and ratio 16:9:4, average?
@@ -189,9 +190,9 @@ def isbn10(rng: Random) -> str:
     return body + "0123456789X"[-sum(int(d) * (10 - i) for i, d in enumerate(body)) % 11]
 
 
-def longer(rng: Random) -> str:
-    """An integer of 12 to 21 digits that no card can have."""
-    body = rng.choice("123456789") + drawn(rng, string.digits, rng.randint(10, 19))
+def longer(rng: Random, count: int | None = None) -> str:
+    """An integer of so many digits, else of 12 to 21, that no card can have."""
+    body = rng.choice("123456789") + drawn(rng, string.digits, count - 2 if count else rng.randint(10, 19))
     return body + str((luhn_digit(body) + rng.randint(1, 9)) % 10)
 
 
@@ -234,6 +235,7 @@ def clean_value(rng: Random, kind: str) -> str:
         "isbn": isbn13,
         "isbn10": isbn10,
         "longer": longer,
+        "row": lambda r: " ".join(re.findall("....", longer(r, 16))),
         "ean": ean13,
         "time": lambda r: f"{r.randint(0, 23):02}:{r.randint(0, 59):02}" + r.choice(["", f":{r.randint(0, 59):02}"]),
         "year": lambda r: str(r.randint(1950, 2026)),
