@@ -24,7 +24,7 @@ from pipeline.split import SplitKey
 from pipeline.surrogates import Surrogates
 
 _LIBRARIES = ("presidio_analyzer", "phonenumbers", "kingfisher-secret-scanner", "tldextract", "regex")
-_VERSION = 1
+_VERSION = 2
 _SHORTEST = 5  # characters that can hold a value of the pattern kinds
 _REMEMBERED = 8192  # characters of a text whose findings are kept for the next time
 
