@@ -52,6 +52,25 @@ def found(text, *, label="", recognisers=None):
         ("Authorization: Bearer Zq8rT2mLw9XpB4vN6cK1sD3f", ("api_key", "Zq8rT2mLw9XpB4vN6cK1sD3f")),
         ('{\\"db_password\\": \\"Zq8rT2m!\\"}', ("password", "Zq8rT2m!")),
         ("Passwort lautet Sommer2024", ("password", "Sommer2024")),
+        ("SMTP_PASS=Zq8rT2mLw9", ("password", "Zq8rT2mLw9")),
+        ('network={ssid="Attic" psk="Zq8rT2mLw9"}', ("password", "Zq8rT2mLw9")),
+        ("<Password>Zq8rT2m!</Password>", ("password", "Zq8rT2m!")),
+        ('<password encrypted="false">Zq8rT2m!</password>', ("password", "Zq8rT2m!")),
+        ('<add key="DbPassword" value="Zq8rT2m!" />', ("password", "Zq8rT2m!")),
+        ("- name: DB_PASSWORD\n  value: Zq8rT2mLw9", ("password", "Zq8rT2mLw9")),
+        ("AZURE_STORAGE_KEY=Zq8rT2mLw9+/xB4vN6cK1==", ("password", "Zq8rT2mLw9+/xB4vN6cK1==")),
+        ("requirepass Zq8rT2mLw9", ("password", "Zq8rT2mLw9")),
+        ("vllm serve m --api-key Zq8rT2mLw9", ("password", "Zq8rT2mLw9")),
+        ("docker login -u joe -p Zq8rT2mLw9 r.io", ("password", "Zq8rT2mLw9")),
+        ("sshpass -p 'Zq8rT2m!' ssh h", ("password", "Zq8rT2m!")),
+        ("mysqldump -P3306 -u joe -pZq8rT2mLw9 shop", ("password", "Zq8rT2mLw9")),
+        ("mariadb -p'Zq8rT2m!' shop", ("password", "Zq8rT2m!")),
+        ("mongosh -u joe -p Zq8rT2mLw9 h/shop", ("password", "Zq8rT2mLw9")),
+        ("redis-cli -h h -a Zq8rT2mLw9 ping", ("password", "Zq8rT2mLw9")),
+        ("curl -s -u joe:Zq8rT2m^ https://h.io", ("password", "Zq8rT2m^")),
+        ("CREATE USER joe IDENTIFIED BY 'Zq8rT2m!';", ("password", "Zq8rT2m!")),
+        ("ALTER ROLE joe WITH PASSWORD 'Zq8rT2m!';", ("password", "Zq8rT2m!")),
+        ("machine h.io login joe password Zq8rT2mLw9", ("password", "Zq8rT2mLw9")),
         ("redis://:Zq8rT2mLw9@cache/0", ("url_secret", "Zq8rT2mLw9")),
         ("https://h.io/a?x=1&api_key=Zq8rT2mLw9&y=2", ("url_secret", "Zq8rT2mLw9")),
     ],
@@ -80,6 +99,10 @@ def test_a_value_is_found_and_nothing_beside_it(text, expected):
         "password = getpass.getpass(), api_key = os.environ['KEY'], token: str, secret: ${{ x }}",
         "AKIAIOSFODNN7EXAMPLE is in the vendor's pages",
         "?token=YOUR_TOKEN&page=2",
+        "Culture=neutral, PublicKeyToken=b77a5c561934e089, publicKey: ssh-ed25519",
+        "--max-tokens 4096 --tokenizer gpt2 --token-file /run/t0ken --password $DB_PASS1 --password-stdin a1",
+        "docker run -p 8080:80 nginx1, ssh -p 2222 h1, mysql -u root -p shop < dump2024.sql, curl -u $USER1:$PASS1 h",
+        "<th>Token</th><td>A1-B2-C3</td>, List<Token>tokens2, boarding pass: AB12CD34, IDENTIFIED BY 'password'",
         "it begins with -----BEGIN RSA PRIVATE KEY----- and goes on with base64",
         "-----BEGIN PRIVATE KEY-----\n...\n-----END PRIVATE KEY-----",
         "-----BEGIN PUBLIC KEY-----\nMIIBIjANBg\n-----END PUBLIC KEY-----",
@@ -152,6 +175,8 @@ def test_what_ends_a_line_says_nothing_of_the_next():
 
 
 def test_a_password_may_begin_like_a_placeholder():
+    assert found("password: tuXq8rT2mLw9") == [("password", "tuXq8rT2mLw9")]
+    assert found("password: YOUR_PASSWORD, api_key = 'my-api-key-here'") == []
     assert found("password: $ecret123!") == [("password", "$ecret123")]
     assert found('password = "(abc123"') == [("password", "(abc123")]
     assert found("password = ${VAULT1}, $DB_PASS1, %DB_PASS1%, {{ v1.pass }}, <pass1>, (pass1)") == []
