@@ -52,9 +52,11 @@ _IN_URL = re.compile(
 )
 # What a secret is called: how the name begins, and how it goes on. A key needs to be said to be more than a key.
 _NAMES = {
-    **dict.fromkeys("kennwort pwd senha wachtwoord hasło haslo 密码 パスワード secret token key schlüssel".split(), ""),
+    **dict.fromkeys(
+        "kennwort pwd psk senha wachtwoord hasło haslo 密码 パスワード secret token key schlüssel".split(), ""
+    ),
     **{
-        "pass": r"w(?:or)?d|wort|phrase|wd",
+        "pass": r"w(?:or)?d|wort|phrase|wd|(?<=[_.\"'-]pass)(?![A-Za-z])",
         "contrase": "[nñ]a",
         "mot de passe": "",
         "парол": "[ья]",
@@ -62,19 +64,47 @@ _NAMES = {
     },
 }
 _IN_QUERY = re.compile(r"[?&][\w.-]*\Z")
-_BEFORE_KEY = re.compile(r"(?:api|access|auth|private|account|secret|service|client|db|license)[_ -]?\Z")
+_BEFORE_KEY = re.compile(
+    r"(?:api|access|auth|private|account|secret|service|client|db|license|storage|encryption|signing|master)[_ -]?\Z"
+)
+_PUBLIC = re.compile(r"public[_ -]?(?:key)?[_ -]?\Z")
 # Quotes may be escaped: JSON is often the text of a tool's result.
 _VALUES = (
     r"\\{0,3}\"(?P<double>[^\"\\\n]{6,512})\\{0,3}\"|'(?P<single>[^'\\\n]{6,512})'|`(?P<tick>[^`\n]{6,512})`"
     r"|(?P<bare>[^\s\"'`,;)}\]\\]{6,512})"
 )
-_ASSIGNED = r"\w{0,20}\\{0,3}[\"'`]?\]?\s{0,3}(?::=|=>|={1,3}|:|\b(?:is|ist|lautet|est|es)\b)\s{0,3}"
+_ASSIGNED = (
+    r"\w{0,20}\\{0,3}[\"'`]?\]?"
+    r"(?:\s{0,3}(?::=|=>|={1,3}|:|\b(?:is|ist|lautet|est|es)\b)|[,\s]{1,20}\\{0,3}[\"']?value\\{0,3}[\"']?\s?[:=])\s{0,3}"
+)
+_ELEMENT = r"\w{0,20}(?:\s[^<>\n]{0,80})?>(?P<element>[^<>\s]{6,512})</"
 _NAMED = {
-    begun: re.compile(rf"{begun}(?:{rest}){_ASSIGNED}(?:{_VALUES})", re.IGNORECASE) for begun, rest in _NAMES.items()
+    begun: re.compile(rf"{begun}(?:{rest})(?:{_ASSIGNED}(?:{_VALUES})|{_ELEMENT})", re.IGNORECASE)
+    for begun, rest in _NAMES.items()
+}
+# Where a password stands on a command line or in a statement, with no sign between its name and itself.
+_OPTIONS = r"\b[^\n|;&]{0,200}?\s"
+_COMMANDS = {
+    piece: re.compile(rf"{before}(?:{_VALUES})", re.IGNORECASE)
+    for piece, before in {
+        "--": r"--[\w-]{0,20}(?:passw(?:or)?d|pass|pwd|token|secret|api-?key)[ \t]+",
+        "requirepass": r"\brequirepass[ \t]+",
+        "masterauth": r"\bmasterauth[ \t]+",
+        "identified": r"\bidentified\s+by\s+(?:password\s+)?",
+        " password '": r"\b(?:with|encrypted)\s+password\s+(?=')",
+        "login": r"\blogin\s+\S{1,128}\s+password\s+",  # .netrc
+        "sshpass": rf"\bsshpass{_OPTIONS}-p\s*",
+        "login -": rf"\b(?:docker|podman|oras|registry) login{_OPTIONS}-p\s*",
+        "mysql": rf"\bmysql(?:dump|admin)?{_OPTIONS}-p(?=\S)",
+        "mariadb": rf"\bmariadb(?:-dump|-admin)?{_OPTIONS}-p(?=\S)",
+        "mongo": rf"\bmongo(?:sh|dump|restore|import|export)?{_OPTIONS}-p[ \t]*",
+        "redis-cli": rf"\bredis-cli{_OPTIONS}-a[ \t]*",
+        "curl": rf"\bcurl{_OPTIONS}(?:-u|--user)[ =]?[\"']?[^\s:\"']{{1,64}}:",
+    }.items()
 }
 _PLACEHOLDER = re.compile(
     r"<.*|\$\{.*|\$\(.*|(?-i:\$[A-Z_][A-Z0-9_]*)|%\w+%|%\(.*|\{.*|\(.*\)|\[.*\]|\W+|x+|.*example.*"
-    r"|null|none|true|false|undefined|(?:your|my|dein|ihr|votre|tu|sample|dummy|test|change|insert|replace)[\W_a-z].*"
+    r"|null|none|true|false|undefined|(?:your|my|dein|ihr|votre|tu|sample|dummy|test|change|insert|replace)[\W_a-z]\D*"
     r"|(?:self|os|process|env|config|settings|secrets|vars)\..*",
     re.IGNORECASE,
 )
@@ -183,12 +213,20 @@ def _by_name(text: str, label: str) -> Iterator[Hit]:
     for begun, at in _names(lowered):
         match = _NAMED[begun].match(text, at)
         if match and not _IN_QUERY.search(text, max(0, at - 40), at):
-            group = match.lastgroup
-            start, end = match.span(group)
-            if group == "bare":
-                end = start + len(text[start:end].rstrip(".!?:"))
-            if _is_secret(text[start:end], quoted=group != "bare"):
-                yield _hit("password", text, start, end)
+            yield from _of_match(text, match)
+    for piece, pattern in _COMMANDS.items():
+        if piece in lowered:
+            for match in pattern.finditer(text):
+                yield from _of_match(text, match)
+
+
+def _of_match(text: str, match: re.Match[str]) -> Iterator[Hit]:
+    group = match.lastgroup
+    start, end = match.span(group)
+    if group == "bare":
+        end = start + len(text[start:end].rstrip(".!?:"))
+    if _is_secret(text[start:end], quoted=group != "bare"):
+        yield _hit("password", text, start, end)
 
 
 def _names(lowered: str) -> Iterator[tuple[str, int]]:
@@ -196,7 +234,8 @@ def _names(lowered: str) -> Iterator[tuple[str, int]]:
     for begun in _NAMES:
         at = lowered.find(begun)
         while at >= 0:
-            if begun != "key" or _BEFORE_KEY.search(lowered, max(0, at - 9), at):
+            said = begun != "key" or _BEFORE_KEY.search(lowered, max(0, at - 11), at)
+            if said and not _PUBLIC.search(lowered, max(0, at - 11), at):
                 yield begun, at
             at = lowered.find(begun, at + 1)
 

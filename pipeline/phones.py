@@ -19,6 +19,7 @@ _GAP = r"[ ().\-/]{1,3}"
 _SAID = re.compile(
     r"phone|telef|téléf|fono\b|\btel\b|\bfon\b|mobil|móvil|\bcell|celular|handy|portable|whats ?app|\bsms\b|\bfax\b"
     r"|\bcall(?:ed|ing)?\b|\bring\b|anruf|rufen sie|appel|llám|llama|chiama|ligue|telemóvel|\bgsm\b"
+    r"|\bjoindre\b|\bjoignable|\berreich(?:en|bar|st)\b|\breach (?:me|us|him|her|them)\b"
     r"|\b(?:my|meine?r?|mon|mi|meu|mio|mijn) n[uú]m|電話|携帯|电话|手机|телефон|전화",
     re.IGNORECASE,
 )
@@ -29,6 +30,7 @@ _SAID_AFTER = re.compile(
 )
 _SAID_WITHIN = 40  # characters before the number
 _DATE = re.compile(r"(?:19|20)\d\d[-/. ](?:0?\d|1[0-2])[-/. ]\d{1,2}\b|\d{1,2}[-/.]\d{1,2}[-/.](?:19|20)\d\d\b")
+_THOUSANDS = re.compile(r"\d{1,3}(?:\.\d{3})+")  # 356.367.523 is an amount more often than a phone
 _MIN_DIGITS, _MIN_GROUPED_DIGITS = 7, 9
 _MAX_DIGITS = 18  # of one number: 00, a country code, a 0 in brackets and the rest
 # North America's numbers as nothing else is written, given out or not.
@@ -56,6 +58,8 @@ class PhoneRecogniser:
             said = _SAID.search(text, max(0, start - _SAID_WITHIN), start) or _SAID.search(label)
             said = said or _SAID_AFTER.match(text, start + len(piece))
             for offset, match in self._matches(piece, said=bool(said)):
+                if not said and _THOUSANDS.fullmatch(match.raw_string):
+                    continue
                 national = phonenumbers.national_significant_number(match.number)
                 normal = f"+{match.number.country_code} {national}"
                 if not is_made_up("phone", normal):

@@ -57,6 +57,12 @@ _VERSION = re.compile(
     r"(?:version|release|build|firmware|section|chapter|paragraph|clause|article|abschnitt|kapitel|§|\boid)[^\w\n?!]{0,3}\Z",
     re.IGNORECASE,
 )
+_SMALL = 32  # numbers of a version; all four of an address are below it in 1 of 4,000
+_SAID_ADDRESS = re.compile(
+    r"(?:ip(?:v4)?|add?ress\w*|host|server|ping|ssh|inet|peer|client|dns)\W{1,4}(?:\w{1,8}\s)?\Z|//\Z|@\Z|\[\Z",
+    re.IGNORECASE,
+)
+_SAID_ADDRESS_AFTER = re.compile(r":\d|/\d|\s-\s\S+\s\[|\s?port\b")
 _ISSUED = re.compile(
     r"4\d{15}(?:\d{3})?|5[1-5]\d{14}|2(?:22[1-9]|2[3-9]\d|[3-6]\d\d|7[01]\d|720)\d{12}|3[47]\d{13}"
     r"|3(?:0[0-5]|095|[689]\d)\d{11,16}|35\d{14,17}|(?:50|5[6-9]|6\d)\d{14,17}|1\d{14}"
@@ -100,7 +106,7 @@ class PatternRecogniser:
 
 class AccountRecogniser(PatternRecogniser):
     """IBANs in fours or closed up, in capitals or not: the first length at which Presidio's check of form and digits
-    holds, since its form has no end."""
+    holds, as words may follow."""
 
     def _matches(self, piece: str) -> Iterator[tuple[int, int]]:
         check = presidio_patterns.recognisers()["iban"].validate_result
@@ -154,8 +160,9 @@ def _closed_up(text: str) -> str:
 
 
 def _mail(text: str, start: int, end: int) -> str | None:
-    """The address; none where what stands before the @ is the password of a URL."""
-    return None if _URL_LOGIN.search(text, max(0, start - 130), start) else text[start:end].casefold()
+    """The address; none where the @ follows the password of a URL, or the one name by which all use a git server."""
+    value = text[start:end].casefold()
+    return None if value.startswith("git@") or _URL_LOGIN.search(text, max(0, start - 130), start) else value
 
 
 def _card(text: str, start: int, end: int) -> str | None:
@@ -171,13 +178,26 @@ def _address(text: str, start: int, end: int) -> str | None:
     """The address, unless it is one of this machine, a mask, a group, or the standards' own; or no address at all."""
     value = text[start:end]
     address = ipaddress.ip_interface(value.partition("%")[0]).ip
-    if address.version == 4 and _VERSION.search(text, max(0, start - 20), start):
+    if address.version == 4 and _is_version(text, start, end, address):
         return None
     if address.version == 6 and not _is_written_out(value):
         return None
-    inside = address.is_loopback or address.is_unspecified or address.is_multicast or address.is_link_local
+    # On its link, IPv6 names a machine by a number of its own, unless that was given by hand: fe80::1.
+    on_link = address.is_link_local and (address.version == 4 or int(address) & 0xFFFF_FFFF_FFFF_0000 == 0)
+    inside = address.is_loopback or address.is_unspecified or address.is_multicast or on_link
     is_mask = address.version == 4 and int(address) >= 0xF0000000
     return None if inside or is_mask else str(address)
+
+
+def _is_version(text: str, start: int, end: int, address: ipaddress.IPv4Address) -> bool:
+    """Whether four dotted numbers are said to be a version, or are all as small as a version's in the midst of a text
+    that doesn't speak of an address."""
+    if address.packed[0] == 0 or _VERSION.search(text, max(0, start - 20), start):
+        return True
+    alone = start == 0 and end == len(text)
+    if alone or address.is_private or max(address.packed) >= _SMALL:
+        return False
+    return not (_SAID_ADDRESS.search(text, max(0, start - 20), start) or _SAID_ADDRESS_AFTER.match(text, end))
 
 
 def _is_written_out(value: str) -> bool:
