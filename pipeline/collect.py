@@ -11,17 +11,18 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from pipeline import collect_report, stages
-from pipeline.artifacts import PromptSet, describe_file, package_versions, write_durably
+from pipeline.artifacts import HiddenStateCache, PromptSet, ResponseSet, describe_file, package_versions, write_durably
 from pipeline.chosen import Choosing, groups_for
 from pipeline.collected import BY_POLICY, Reading
 from pipeline.config import Config
+from pipeline.disk import QUEUE
 from pipeline.errors import StageError
 from pipeline.redaction import Redactor
 from pipeline.schemas import SPLITS
@@ -52,6 +53,7 @@ def run(
     records are rejected, or too few people's are left.
     """
     settings = config.collect
+    _close_folders(config.root)
     key = key or load_key(config)
     split_of(key, "", gate_share=settings.gate_share, validation_share=settings.validation_share)
     redaction = "none" if settings.redaction == "none" else Redactor(settings.redaction, key).meaning
@@ -59,10 +61,13 @@ def run(
     sources = find_sources(settings.sources)
     of = _names(settings.sources)
     pins = [_pin(source) for source in sources]
-    window = open_window(config.root, settings.window, pins, now=now or datetime.now(UTC), of=of)
+    now, ttl_days = now or datetime.now(UTC), config.retention.ttl_days
+    window = open_window(config.root, settings.window, pins, now=now, of=of)
+    oldest = None if ttl_days is None else (now - timedelta(days=ttl_days)).timestamp()
 
     def build(folder: Path, derivation: str) -> PromptSet:
-        reading = Reading(settings, key, window, frozenset(erased), folder / WORK / "read", pieces=())
+        work = folder / WORK / "read"
+        reading = Reading(settings, key, window, frozenset(erased), work, pieces=(), expires_before=oldest)
         return _Build(reading, _as_pinned(sources, window), workers or Alone(), folder, derivation).run()
 
     artifact = stages.complete(
@@ -75,7 +80,8 @@ def run(
             "sources": [pin.meaning for pin in window.sources],
             "window": [window.start, window.end, sorted(window.seen.items())],
             "split_key": key.check,
-            # Not who is erased: what was made before has lost their rows, and is what the same work would give.
+            # Not who is erased, nor what expired: what was made before has lost such rows, and is what the same work
+            # would give.
             "redaction": redaction,
             **settings.model_dump(mode="json", exclude=set(_EXECUTION)),
         },
@@ -84,6 +90,13 @@ def run(
     shutil.rmtree(artifact.folder / WORK, ignore_errors=True)
     close_window(config.root, settings.window, window, of=of, prompts=artifact.id)
     return artifact
+
+
+def _close_folders(root: Path) -> None:
+    """What holds people's words is for its owner alone; folders that are there already stay as somebody set them."""
+    root.mkdir(parents=True, exist_ok=True)
+    for kind in (PromptSet.kind, ResponseSet.kind, HiddenStateCache.kind, QUEUE):
+        (root / kind).mkdir(mode=0o700, exist_ok=True)
 
 
 class _Build:

@@ -143,6 +143,8 @@ class CollectConfig(Frozen):
     ] = RedactionConfig()
     """none: for traffic that holds no person's data; typed out, by someone who may say so."""
     window: WindowConfig = WindowConfig()
+    zero_retention: tuple[str, ...] = ()
+    """Tenants of whom nothing is taken, whatever a log says of their consent: the tap's own setting for other logs."""
     served_models: tuple[str, ...] = ()
     """Names that the target itself is served by; a request of another one is an adapter's, and a counted reject. Empty
     takes every name for the target's."""

@@ -6,6 +6,7 @@ rendered here, by the target's own template.
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from pipeline import acceptance
-from pipeline.artifacts import PromptSet, ResponseSet, TargetFingerprint
+from pipeline.artifacts import PromptSet, ResponseSet, TargetFingerprint, find
 from pipeline.canonical import CanonicalRequest, canonical_request
 from pipeline.config import Config
 from pipeline.errors import Rejected, StageError
 from pipeline.plan import row_seed
+from pipeline.rows import tables as tables_of
 from pipeline.sampling import measured
 from pipeline.schemas import PROMPTS, RESPONSES
 from pipeline.shards import read_tables
@@ -28,6 +34,8 @@ from pipeline.stages import Artifact, open_artifact
 
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 4, 8
 _GENERAL_SEED = 1  # a cold start trains on those of seed 0
+
+logger = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class GatePrompts:
     parents: dict[str, str]
     fingerprint: TargetFingerprint | None
     rejects: dict[str, int] = field(default_factory=dict)
-    """Reason → lines of prompt files that cannot be served."""
+    """Reason → lines of prompt files that cannot be served, and gate rows that judge nothing."""
 
     def settings(self) -> dict[str, Any]:
         """What of the prompts must be equal for two measurements to be compared."""
@@ -64,6 +72,10 @@ def from_responses(config: Config, responses: Artifact[ResponseSet], *, block_si
     Raises: StageError when no gate row can be served; ConfigError when a file of general prompts is missing.
     """
     rows = read_tables(responses.folder, responses.manifest.shards, RESPONSES).to_pylist()
+    learned = trained_before(config.root, [row["row_id"] for row in rows if row["split"] == "gate"])
+    if learned:
+        logger.info("evaluate: %d gate rows were train rows of earlier prompts, and judge nothing", len(learned))
+    rows = [row for row in rows if row["row_id"] not in learned]
     if config.evaluate.sampling == "traffic":
         rows = _as_asked(config, responses, rows)
     # Warming up must leave nothing of the gate set in a cache.
@@ -75,8 +87,24 @@ def from_responses(config: Config, responses: Artifact[ResponseSet], *, block_si
         warm_up=_warm_up(config, others),
         parents={"responses": responses.id},
         fingerprint=responses.manifest.fingerprint,
-        rejects=rejects,
+        rejects=rejects | ({"trained_before": len(learned)} if learned else {}),
     )
+
+
+def trained_before(root: Path, row_ids: Sequence[str]) -> set[str]:
+    """Those of these rows that any prompts under the root have in their train set.
+
+    A prompt that is shared judges as soon as a subject of the gate set asks it too: a drafter may have learned it
+    before.
+    """
+    wanted, found = pa.array(row_ids, pa.string()), set()
+    for folder in sorted((Path(root) / PromptSet.kind).glob("*/")):
+        if (manifest := find(folder, PromptSet)) is not None:
+            for shard in tables_of(manifest.shards):
+                table = pq.read_table(folder / shard.path, columns=["row_id", "split"])
+                trained = pc.and_(pc.equal(table["split"], "train"), pc.is_in(table["row_id"], wanted))
+                found.update(table.filter(trained)["row_id"].to_pylist())
+    return found
 
 
 def from_files(

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -250,3 +251,21 @@ def test_the_report_counts_by_source_reason_and_stratum_and_holds_no_text(config
     listed = (artifact.folder / "rejects.jsonl").read_text()
     assert not any(word in text for word in WORDS for text in (page, listed, json.dumps(report)))
     assert [json.loads(line)["reason"] for line in listed.splitlines()] == ["malformed_messages", "not_json"]
+
+
+def test_what_expired_does_not_come_back_from_a_log_and_a_zero_retention_tenant_is_never_taken(configure, tmp_path):
+    now = datetime(2026, 3, 10, tzinfo=UTC)
+    old, new = (now.timestamp() - days * 86_400 for days in (9, 1))
+    records = [asked(1, ts=old), asked(2, ts=new), asked(3, ts=new, tenant="initech"), asked(4)]
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
+    config = configure("retention.ttl_days=7", "collect.zero_retention=['initech']", "collect.max_reject_share=0")
+    found = collect.run(config, now=now)
+    assert found.manifest.rejects == {"expired": 1, "zero_retention": 1}
+    assert found.manifest.counts["kept_records"] == 2
+
+
+def test_folders_that_hold_peoples_words_are_their_owners_alone(configure, tmp_path):
+    (tmp_path / "traffic" / "a.jsonl").write_text(lines([asked(1)]))
+    root = collect.run(configure()).folder.parents[1]
+    for name in ("prompts", "responses", "states"):
+        assert stat.S_IMODE((root / name).stat().st_mode) == 0o700

@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import collect, gate_prompts
-from pipeline.artifacts import ResponseSet, TargetFingerprint, describe_file
+from pipeline.artifacts import PromptSet, ResponseSet, TargetFingerprint, describe_file
 from pipeline.collect_config import CollectConfig
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError
 from pipeline.plan import plan
 from pipeline.schemas import PROMPTS, RESPONSES
 from pipeline.shards import read_tables
-from pipeline.stages import Artifact
+from pipeline.stages import Artifact, open_artifact
 from tests.tiny import SPECIAL, _tokenizer
 
 TARGET = TargetFingerprint(
@@ -115,11 +115,17 @@ def test_warming_up_leaves_no_whole_prompt_in_a_cache(config, tmp_path):
     assert all(len(row["prompt_ids"]) <= 8 for row in found.warm_up)
 
 
-def answered(config, tmp_path, *records):
+def answered(config, tmp_path, *records, gate_share=0.98):
     """Responses to collected records, all of them gate rows that the target answered greedily."""
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"consent": "recorded", **record}) + "\n" for record in records))
-    prompts = collect.run(config.model_copy(update={"collect": CollectConfig(sources=(log,), redaction="none")}))
+    prompts = collect.run(
+        config.model_copy(
+            update={
+                "collect": CollectConfig(sources=(log,), redaction="none", gate_share=gate_share, validation_share=0.01)
+            }
+        )
+    )
     rows = []
     for row in read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist():
         asked = plan(config, {**row, "split": "gate"}, [0, 5, 6], target_id="").request
@@ -150,6 +156,16 @@ def test_a_sampled_gate_row_weighs_as_many_served_requests_as_it_stands_for(conf
     responses = answered(config, tmp_path, *records)
     found = gate_prompts.from_responses(config, responses, block_size=4)
     assert sorted(row["weight"] for row in found.gate) == [2.0, 4.0]
+
+
+def test_a_row_that_earlier_prompts_trained_on_judges_nothing(config, tmp_path):
+    responses = answered(config, tmp_path, *(said(f"number {n}", subject=f"s{n}") for n in range(40)), gate_share=0.4)
+    prompts = open_artifact(config.root, PromptSet, responses.manifest.parents["prompts"])
+    rows = read_tables(prompts.folder, prompts.manifest.shards, PROMPTS).to_pylist()
+    trained = {row["row_id"] for row in rows if row["split"] == "train"}
+    found = gate_prompts.from_responses(config, responses, block_size=4)  # in these responses all are gate rows
+    assert {row["row_id"] for row in found.gate} == {row["row_id"] for row in rows} - trained != set()
+    assert found.rejects == {"trained_before": len(trained)}
 
 
 def test_a_constraint_is_served_and_prompts_that_differ_in_it_alone_are_two(config, tmp_path):
