@@ -74,7 +74,10 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     done = run(config, _subjects(arguments))
     print("\n".join(done.lines()))
     if not (done.removed.rows or done.removed.artifacts or done.logs.records):
-        print("nothing was found by these names, which count letter for letter: spelt as the requests spelt them?")
+        print(
+            "nothing was found by these names, which count letter for letter: spelt as the requests spelt them? Their "
+            "hashes are in tombstones.json all the same: records of these names will be dropped"
+        )
     if done.tagged and config.retention.restart == "at_once":
         from jobs import loop
 

@@ -70,6 +70,8 @@ def _start_local_ray() -> None:
     """
     import ray
 
+    # It advises to switch off what keeps other users of this machine out.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     for _ in range(3):
         try:
             ray.init(

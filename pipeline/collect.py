@@ -197,6 +197,8 @@ class _Build:
             **{f"redacted_{kind}": count for kind, count in tally.redacted.items()},
         }
         logger.info("collect: %s; rejected: %s", _listed(counts), _listed(tally.dropped) or "none")
+        if dropped := tally.dropped["no_consent"]:
+            logger.warning("collect: %d records carry no consent. %s", dropped, _CONSENT)
         logger.info("collect: %s", self.folder / collect_report.PAGE)
         files = [describe_file(self.folder / name, rows=len(rejects) * (name == REJECTS)) for name in bodies]
         return PromptSet(
@@ -210,6 +212,10 @@ class _Build:
         )
 
 
+_CONSENT = (
+    "Where all users of a source agreed, say so for that source: "
+    'collect.sources = [{path = ..., consent = "all_users_agreed"}]'
+)
 # What helps where more records of a reason are rejected than the limit allows.
 HINTS = {
     "not_json": "Repair the log, or name its format: collect.sources = [{path = ..., format = ...}]",

@@ -177,7 +177,8 @@ class RetentionConfig(Frozen):
     """How long requests are kept, and what becomes of drafters that learned from one that is erased."""
 
     ttl_days: float | None = Field(None, gt=0)
-    """`slipstream expire` removes rows whose newest request is older; None: nothing expires."""
+    """`slipstream expire` removes rows whose newest request is older, and collect takes no record that is, or that has
+    no time; None: nothing expires."""
     unlearn_days: float = Field(30, gt=0)
     """Days that a drafter version which learned from an erased subject may go on serving: its deadline in MLflow."""
     restart: Literal["next_retrain", "at_once"] = "next_retrain"

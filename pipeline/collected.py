@@ -32,7 +32,9 @@ from pipeline.windows import Window
 
 NUM_BUCKETS = 64
 # Whole logs may be dropped for these: counted, and not listed one by one.
-_UNLISTED = frozenset({"no_consent", "zero_retention", "erased_subject", "expired", "before_window", "after_window"})
+_UNLISTED = frozenset(
+    {"no_consent", "zero_retention", "erased_subject", "expired", "cannot_expire", "before_window", "after_window"}
+)
 # Policy at work, not damage: no part of collect.max_reject_share.
 BY_POLICY = _UNLISTED | {"unsupported_adapter", *NOT_ABOUT_THE_TARGET}
 _AN_ID = re.compile(r"[\w.:#/+=-]{1,200}", re.ASCII)
@@ -51,7 +53,8 @@ class Reading:
     folder: Path
     pieces: tuple[Piece, ...]
     expires_before: float | None = None
-    """Records from before this time are not taken: what expired must not come back from a log."""
+    """Records from before this time are not taken: what expired must not come back from a log. Nor are those without a
+    time, which would never expire."""
 
     def read(self, index: int) -> int:
         """Read a piece, and commit it as the part of its number; the records it holds."""
@@ -116,8 +119,11 @@ class Reading:
             raise Rejected("no_consent")
         if body.get("tenant") in settings.zero_retention:
             raise Rejected("zero_retention")
-        if self.expires_before is not None and record.ts is not None and record.ts < self.expires_before:
-            raise Rejected("expired")
+        if self.expires_before is not None:
+            if record.ts is None:
+                raise Rejected("cannot_expire")
+            if record.ts < self.expires_before:
+                raise Rejected("expired")
         if settings.served_models and body.get("model") not in settings.served_models:
             raise Rejected("unsupported_adapter")
         ts = None if self.window.is_open_ended else record.time()

@@ -260,8 +260,8 @@ def test_what_expired_does_not_come_back_from_a_log_and_a_zero_retention_tenant_
     (tmp_path / "traffic" / "a.jsonl").write_text(lines(records))
     config = configure("retention.ttl_days=7", "collect.zero_retention=['initech']", "collect.max_reject_share=0")
     found = collect.run(config, now=now)
-    assert found.manifest.rejects == {"expired": 1, "zero_retention": 1}
-    assert found.manifest.counts["kept_records"] == 2
+    assert found.manifest.rejects == {"expired": 1, "zero_retention": 1, "cannot_expire": 1}
+    assert found.manifest.counts["kept_records"] == 1
 
 
 def test_folders_that_hold_peoples_words_are_their_owners_alone(configure, tmp_path):
