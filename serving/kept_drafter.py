@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,3 +75,24 @@ def write_kept(path: Path, kept: Kept) -> None:
         os.fsync(folder)  # the rename itself must outlive a power cut
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The way from a server to the supervisor that started it."""
+
+    path: Path
+    pid: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Supervised | None":
+        """None where no supervisor that keeps a drafter started this process."""
+        path, pid = environment.get(KEEP_ENV, ""), environment.get(SUPERVISOR_ENV, "")
+        # It leads this process's group: an id out of an environment that outlived it is nobody to signal.
+        if not path or pid != str(os.getpgrp()):
+            return None
+        return cls(Path(path), int(pid))
+
+    def restart(self) -> None:
+        """Have it end this server, engine and all, and start it with the drafter that is kept."""
+        os.kill(self.pid, signal.SIGUSR1)

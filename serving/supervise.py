@@ -10,6 +10,7 @@ before it.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import select
@@ -144,7 +145,7 @@ def with_drafter(command: list[str], drafter: KeptDrafter) -> list[str]:
 
 
 def _is_healthy(command: list[str]) -> bool:
-    options = dict(zip(command, command[1:], strict=False))
+    options = dict(itertools.pairwise(command))
     options |= dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
     host = options.get("--host", "127.0.0.1")
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host

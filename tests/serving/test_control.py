@@ -21,6 +21,7 @@ TARGET = {
     "max_position_embeddings": 2048,
 }
 TOKEN = "a long secret"
+IN_PLACE = {"how": "replace", "reason": None}
 
 
 class ScriptedEngine:
@@ -29,15 +30,17 @@ class ScriptedEngine:
     def __init__(self, folder):
         hf_config = SimpleNamespace(to_dict=lambda: TARGET)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=hf_config),
+            model_config=SimpleNamespace(hf_config=hf_config, dtype="torch.float32"),
             speculative_config=SimpleNamespace(num_speculative_tokens=3),
+            parallel_config=SimpleNamespace(worker_extension_cls="serving.engine.swap.DrafterSwap"),
         )
         sha256 = sha256_file(folder / "model.safetensors")
-        self.workers = [
-            {"version": "1", "folder": str(folder), "sha256": sha256, "live_fingerprint": "f1"} for _ in range(2)
-        ]
+        serving = {"version": "1", "folder": str(folder), "sha256": sha256, "live_fingerprint": "f1", "num_swaps": 0}
+        self.workers = [{**serving, "started": "aa", "since": 1.0, "swap": IN_PLACE} for _ in range(2)]
         self.calls, self.paused, self.fail_on, self.broken_workers = [], False, None, ()
-        self.swap_gate = None
+        self.swap_gate = self.left_behind = None
+        self.replies = {}  # version -> what the probes get
+        self.drafts = True
 
     def _note(self, name):
         self.calls.append(name)
@@ -45,9 +48,11 @@ class ScriptedEngine:
             raise RuntimeError(f"{name} broke")
 
     async def pause_generation(self, *, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False)
+        assert clear_cache is False
         self.paused = True
-        self._note("pause")
+        self._note("pause" if mode == "keep" else f"pause {mode}")
+        if mode == "wait" and self.swap_gate is not None:
+            await self.swap_gate.wait()
 
     async def resume_generation(self):
         self.calls.append("resume")
@@ -60,21 +65,38 @@ class ScriptedEngine:
         self._note("reset")
         return True
 
+    async def generate(self, prompt, params, request_id):
+        self.calls.append("probe")
+        assert not self.paused, "a paused engine generates nothing"
+        version = self.workers[0]["version"]
+        counts = SimpleNamespace(histogram=[2, 1] if self.drafts or version == "1" else [])
+        ids = self.replies.get(version, [7, 8, 9, 10, 11, 12, 13, 14])
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, spec_decode_metrics=counts)])
+
     async def collective_rpc(self, method, args=()):
         self._note(method)
         if method == "slipstream_swap":
             if self.swap_gate is not None:
                 await self.swap_gate.wait()
-            return [self._swap(rank, worker, *args) for rank, worker in enumerate(self.workers)]
-        return [{"status": "ok", "reason": None, "rank": rank, **w} for rank, w in enumerate(self.workers)]
+            answers = [self._swap(rank, worker, *args) for rank, worker in enumerate(self.workers)]
+        else:
+            answers = [
+                {"status": "ok", "reason": None, "rank": rank, **w, "call": args[0]}
+                for rank, w in enumerate(self.workers)
+            ]
+        if self.left_behind is not None:  # the second worker's queue holds an answer that nobody read
+            answers[1], self.left_behind = self.left_behind, answers[1]
+        return answers
 
-    def _swap(self, rank, worker, folder, version, sha256, expected):
-        if worker["version"] != expected:
-            return {"status": "refused", "reason": "other version", "rank": rank, **worker}
+    def _swap(self, rank, worker, folder, version, sha256, expected, expected_swaps, call):
+        told = {"reason": None, "rank": rank, "call": call}
+        if worker["version"] != expected or expected_swaps not in (None, worker["num_swaps"]):
+            return {"status": "refused", **worker, **told, "reason": "other version"}
         if rank in self.broken_workers and version == "2":
-            return {"status": "failed", "reason": "no memory", "rank": rank, **worker}
+            return {"status": "failed", **worker, **told, "reason": "no memory"}
         worker.update(version=version, folder=folder, sha256=sha256, live_fingerprint=f"f{version}")
-        return {"status": "ok", "reason": None, "rank": rank, **worker}
+        worker["num_swaps"] += 1
+        return {"status": "ok", **worker, **told}
 
 
 @pytest.fixture
@@ -136,14 +158,22 @@ def test_the_prefix_cache_is_emptied_on_request(served):
     assert ask(served, "POST", "/slipstream/reset", body={}, token="another").status_code == 401
 
 
-def test_a_swap_pauses_swaps_resets_and_resumes_in_this_order(served):
-    reply = ask(served, "POST", "/slipstream/swap", body=order(served))
+def steps(served):
+    return [c for c in served.engine.calls if c != "slipstream_status"]
+
+
+PROBED = ["probe", "probe"]
+
+
+def test_a_swap_probes_pauses_swaps_resets_resumes_and_probes_in_this_order(served):
+    reply = ask(served, "POST", "/slipstream/swap", body=order(served) | {"prefix_cache": "clear"})
     assert reply.status_code == 200
     body = reply.json()
     assert (body["version"], body["previous"], body["live_fingerprint"]) == ("2", "1", ["f2", "f2"])
     assert body["pause_s"] >= 0 and body["prefix_cache_reset"] is True
-    steps = [c for c in served.engine.calls if c != "slipstream_status"]
-    assert steps == ["pause", "slipstream_swap", "reset", "resume"]
+    assert steps(served) == [*PROBED, "pause", "slipstream_swap", "reset", "resume", *PROBED]
+    assert body["probe"]["after"] == {"num_steps": 6, "num_accepted_tokens": 2}
+    assert (body["how"], body["epoch"]) == ("in_place", "aa.1")
     assert served.state.slipstream_drafter_version == "2"
 
 
@@ -190,7 +220,7 @@ def test_a_path_that_climbs_out_of_the_allowed_folder_is_refused(served):
 
 
 def test_a_body_that_is_too_large_or_no_json_is_refused(served):
-    assert ask(served, "POST", "/slipstream/swap", content=b"x" * 20_000).status_code == 413
+    assert ask(served, "POST", "/slipstream/swap", content=b"x" * 70_000).status_code == 413
     assert ask(served, "POST", "/slipstream/swap", content=b"{").status_code == 400
 
 
@@ -204,10 +234,11 @@ def test_preflight_runs_before_the_engine_pauses_and_names_its_check(served):
 @pytest.mark.parametrize("step", ["pause", "slipstream_swap", "reset"])
 def test_the_engine_resumes_whatever_breaks(served, step):
     served.engine.fail_on = step
-    reply = ask(served, "POST", "/slipstream/swap", body=order(served))
+    reply = ask(served, "POST", "/slipstream/swap", body=order(served) | {"prefix_cache": "clear"})
     assert reply.status_code == 500 and "broke" in reply.json()["reason"]
     assert served.engine.paused is False and served.engine.calls.count("resume") == 1
     assert [w["version"] for w in served.engine.workers] == ["1", "1"]
+    assert ask(served, "GET", "/slipstream/status").json()["door"] == "open"
 
 
 def test_when_one_worker_fails_the_others_go_back(served):
