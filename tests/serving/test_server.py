@@ -100,7 +100,7 @@ def test_swaps_under_load_fail_no_request_and_change_no_output(fleet):
 
 
 def test_a_verified_swap_reports_what_changed_and_goes_back(fleet):
-    there = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1"))
+    there = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1", prefix_cache="clear"))
     back = swap_replica(fleet.url, TOKEN, **order(fleet, "1", "2"))
     assert (there.changed_outputs, back.changed_outputs) == (0, 0)
     assert there.live_fingerprint != there.previous_live_fingerprint == back.live_fingerprint
