@@ -217,7 +217,9 @@ class ReplicaSwap:
     async def _refusal(self, swapped: _Swapped, problem: str) -> Refusal:
         version = (await self._calls.status())[0]["version"]
         untouched = bool(swapped.workers) and all(w["status"] == "refused" for w in swapped.workers)
-        return Refusal(409 if untouched else 500, problem, pause_s=swapped.pause_s, workers=swapped.workers, version=version)
+        return Refusal(
+            409 if untouched else 500, problem, pause_s=swapped.pause_s, workers=swapped.workers, version=version
+        )
 
     async def _preflight(self, folder: Path, order: SwapOrder, before: dict[str, Any]) -> None:
         if Path(order.folder).is_symlink():

@@ -4,8 +4,9 @@
 however it ended), on SIGTERM, or when the command itself ends, the whole process group is ended. A vLLM server whose
 front end is killed would otherwise leave its engine behind.
 
-With ``--keep`` the command, a vLLM server, is started again when it fails, and on SIGUSR1, with the drafter that FILE
-names in place of its command line's (serving/kept_drafter.py). A drafter that does not come up makes way for the one
+With ``--keep`` the command, a vLLM server, is started again whenever it ends unasked (with status 0 too: that is how
+vLLM ends when its engine was killed), and on SIGUSR1, with the drafter that FILE names in place of its command line's
+(serving/kept_drafter.py). A drafter that does not come up makes way for the one
 before it.
 """
 
@@ -73,7 +74,7 @@ class _Supervisor:
             came_up = self._watch(child, kept)
             status = _end(child)
             self._was_up |= came_up
-            if self._end or self._keep is None or (status == 0 and not self._restart):
+            if self._end or self._keep is None:
                 return status
             if not came_up and kept is not None and kept.previous is not None:
                 _say(f"drafter {kept.serve.version} did not come up; drafter {kept.previous.version} again")

@@ -74,12 +74,13 @@ def problem_of(before: Probed, after: Probed, *, allow_changed_outputs: bool) ->
 
 async def _one(client: Any, ids: list[int], max_tokens: int) -> Any:
     from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=True
     )
     last = None
-    async for output in client.generate({"prompt_token_ids": ids}, params, f"slipstream-probe-{uuid.uuid4().hex}"):
+    async for output in client.generate(tokens_input(ids), params, f"slipstream-probe-{uuid.uuid4().hex}"):
         last = output.outputs[0]  # every output holds all tokens so far
     return last
 

@@ -95,7 +95,7 @@ time.sleep(600)
 
 # A server as far as the supervisor knows one: it writes down each start, and answers /health unless its drafter is bad.
 SERVER = """
-import http.server, json, os, sys
+import http.server, json, os, signal, sys
 options = dict(zip(sys.argv, sys.argv[1:]))
 drafter = json.loads(options["--speculative-config"])["model"]
 with open(options["--starts"], "a") as starts:
@@ -109,6 +109,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *_):
         pass
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 http.server.ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
 
@@ -177,9 +178,10 @@ def keeping(tmp_path):
         yield server
 
 
-def test_a_server_that_is_killed_comes_up_with_the_drafter_it_served_last(keeping):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_ends_unasked_comes_up_with_the_drafter_it_served_last(keeping, number):
     write_kept(keeping.keep, Kept(keeping.drafters["two"]))
-    os.kill(keeping.starts()[-1][2], 9)
+    os.kill(keeping.starts()[-1][2], number)  # on SIGTERM it ends with status 0, as vLLM does when its engine dies
     assert keeping.healthy(2)[1:] == [["two", "v-two"]]
 
 
