@@ -19,6 +19,9 @@ from serving.preflight import sha256_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "the token of the bench"
+# 128 blocks: vLLM takes the one that was free longest, so in a larger cache memory grows with every request until each
+# block has been written once, and that is no leak of a swap's.
+TOY_SETTINGS = {"env": {"OMP_NUM_THREADS": "1"}, "extra_args": ("--kv-cache-memory-bytes", str(64 << 20))}
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ def swapped_server(
         max_num_seqs=2 * clients,
         token=TOKEN,
         drafter_roots=sorted({roots, *(Path(drafter).parent for drafter in drafters)}),
-        **({"env": {"OMP_NUM_THREADS": "1"}} if toy else {}),
-        **settings,
+        **(TOY_SETTINGS if toy else {}) | settings,
     )
     with server:
         yield Swapped(server, target, {"1": Path(drafters[0]), "2": Path(drafters[1])}, roots)
