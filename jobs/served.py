@@ -99,6 +99,7 @@ class ServedDrafters:
                 sha256=sha256,
                 expected_version=now["version"],
                 probe=[],
+                prefix_cache="clear",
             )
         except DeployError as error:
             raise SwapError(f"{role}: {error}")

@@ -1,32 +1,19 @@
 """Swap replicas through their control endpoints, prove the new drafter on each, or put the old one back."""
 
-import json
 import logging
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from serving.errors import DeployError
+from serving.replica import Probe, Replica, call, engine, reset_prefix_cache, run_probe, status
+
+__all__ = ["Probe", "Replica", "SwapOutcome", "engine", "reset_prefix_cache", "roll_out", "run_probe", "status"]
+__all__ += ["swap_replica"]
 
 logger = logging.getLogger("slipstream")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What the probe prompts got from one version."""
-
-    token_ids: tuple[tuple[int, ...], ...]
-    num_steps: int
-    """Verification steps; none means that nothing was drafted."""
-    num_accepted_tokens: int
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts, the engine's own counts."""
-        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
 
 
 @dataclass(frozen=True)
@@ -46,6 +33,10 @@ class SwapOutcome:
     """Probe prompts whose greedy tokens differ before and after; float32 must have none."""
     before: Probe
     after: Probe
+    how: str = "in_place"
+    """in_place, or restart: then ``pause_s`` is the time until the replica was up again."""
+    closed_s: float = 0.0
+    """How long new requests waited in front of the engine, until the drafter had proved itself there."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without the probes' tokens."""
@@ -59,41 +50,6 @@ class SwapOutcome:
         return plain
 
 
-@dataclass(frozen=True)
-class Replica:
-    """One server that deploy may swap."""
-
-    url: str
-    token: str
-
-
-def status(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-    """What a replica serves: version, folder, sha256, live_fingerprint a worker, paused.
-
-    Raises: DeployError when it cannot be reached or says that it is not well.
-    """
-    answer = _call(url, token, "status", None, timeout_s)
-    if answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer['reason']}")
-    return answer
-
-
-def engine(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-    """A replica's engine settings (serving/engine/settings.py). Raises: DeployError when it cannot be asked."""
-    answer = _call(url, token, "engine", None, timeout_s)
-    if answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer.get('reason')}")
-    return answer["engine"]
-
-
-def reset_prefix_cache(url: str, token: str, *, timeout_s: float = 60.0) -> bool:
-    """Whether the cache is empty now: it stays as it is while requests hold blocks. Raises: DeployError."""
-    answer = _call(url, token, "reset", {}, timeout_s)
-    if answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer.get('reason')}")
-    return answer["prefix_cache_reset"]
-
-
 def swap_replica(
     url: str,
     token: str,
@@ -105,21 +61,25 @@ def swap_replica(
     probe: Sequence[dict[str, Any]],
     allow_changed_outputs: bool = False,
     timeout_s: float = 600.0,
+    how: str = "auto",
+    pause: str = "keep",
+    prefix_cache: str = "keep",
 ) -> SwapOutcome:
-    """The outcome of a swap that was verified on this replica.
+    """The outcome of a swap that was verified on this replica; ``how``, ``pause``, ``prefix_cache``: see SwapOrder.
 
-    Before and after, the probe prompts run greedily, one at a time; the live fingerprint must have changed
-    and be the same on every worker, drafting must be live, and the replies must be the same tokens.
-    In bf16, where batch shapes move near-ties, ``allow_changed_outputs`` counts them without failing.
+    The replica itself runs the probe prompts behind its closed door. Before and after they run here too, as any client
+    would, greedily, one at a time; the live fingerprint must have changed and be the same on every worker, drafting
+    must be live, and the replies must be the same tokens. In bf16, where batch shapes move near-ties,
+    ``allow_changed_outputs`` counts them without failing. A replica that cannot swap in place is started again.
 
     Raises: DeployError when the swap was refused, or did not prove itself and the old drafter is back.
     """
     before_status = status(url, token, timeout_s=timeout_s)
     before = run_probe(url, probe, timeout_s=timeout_s)
     order = {"folder": str(folder), "version": version, "sha256": sha256, "expected_version": expected_version}
-    answer = _call(url, token, "swap", order, timeout_s)
-    if answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer['reason']}")
+    asked = {"allow_changed_outputs": allow_changed_outputs, "probe": list(probe), "how": how, "pause": pause}
+    asked |= {"prefix_cache": prefix_cache, "expected_epoch": before_status.get("epoch", "")}
+    answer = _order(url, token, order | asked, before_status, timeout_s)
     try:
         after_status = status(url, token, timeout_s=timeout_s)
         after = run_probe(url, probe, timeout_s=timeout_s)
@@ -138,10 +98,12 @@ def swap_replica(
         pause_s=answer["pause_s"],
         live_fingerprint=after_status["live_fingerprint"][0],
         previous_live_fingerprint=before_status["live_fingerprint"][0],
-        prefix_cache_reset=answer["prefix_cache_reset"],
+        prefix_cache_reset=answer.get("prefix_cache_reset", False),
         changed_outputs=changed,
         before=before,
         after=after,
+        how=answer.get("how", "in_place"),
+        closed_s=answer.get("closed_s", 0.0),
     )
 
 
@@ -181,25 +143,6 @@ def roll_out(
     return [outcome for _, outcome in done]
 
 
-def run_probe(url: str, probe: Sequence[dict[str, Any]], *, timeout_s: float = 600.0) -> Probe:
-    """Exact tokens and counts of the probe prompts, greedy, one request at a time.
-
-    Raises: DeployError when one fails.
-    """
-    token_ids, steps, accepted = [], 0, 0
-    for request in probe:
-        body = {**request, "temperature": 0, "stream": False, "return_token_ids": True}
-        route = "/v1/chat/completions" if "messages" in request else "/v1/completions"
-        code, data = _post(url + route, body, {}, timeout_s)
-        if code != 200:
-            raise DeployError(f"{url}: a probe prompt got HTTP {code}: {str(data)[:300]}")
-        token_ids.append(tuple(data["choices"][0].get("token_ids") or ()))
-        spec = (data.get("metrics") or {}).get("speculative_decoding") or {}
-        steps += spec.get("num_spec_steps") or 0
-        accepted += spec.get("num_accepted_draft_tokens") or 0
-    return Probe(tuple(token_ids), steps, accepted)
-
-
 def _problem(
     before: dict[str, Any], after: dict[str, Any], order: dict[str, str], probe: Probe, num_changed: int
 ) -> str | None:
@@ -219,15 +162,49 @@ def _problem(
     return None
 
 
+def _order(url: str, token: str, order: dict[str, Any], before: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The replica's answer once the drafter serves there. Raises: DeployError."""
+    started = time.monotonic()
+    answer = call(url, token, "swap", order, timeout_s)
+    if answer["status"] == "restarting":
+        _wait_for_start(url, token, order, before, timeout_s)
+        return {**answer, "pause_s": round(time.monotonic() - started, 2)}
+    if answer["status"] != "ok":
+        raise DeployError(f"{url}: {answer['reason']}")
+    return answer
+
+
+def _wait_for_start(url: str, token: str, order: dict[str, Any], before: dict[str, Any], timeout_s: float) -> None:
+    """Return once the replica is up with the new drafter. Raises: DeployError, also when the old one came up."""
+    deadline, now = time.monotonic() + timeout_s, before
+    while now.get("epoch") == before.get("epoch"):  # until it is gone and up again
+        if time.monotonic() > deadline:
+            raise DeployError(
+                f"{url}: not up again {timeout_s:g} s after a restart with {order['version']} was ordered"
+            )
+        time.sleep(0.5)
+        try:
+            now = status(url, token, timeout_s=10.0)
+        except DeployError:
+            continue
+    if (now["version"], now["sha256"]) != (order["version"], order["sha256"]):
+        raise DeployError(
+            f"{url}: did not come up with version {order['version']}; version {now['version']} serves there, its log "
+            "says why"
+        )
+
+
 def _put_back(url: str, token: str, old: dict[str, Any], version: str, timeout_s: float) -> str:
     order = {"folder": old["folder"], "version": old["version"], "sha256": old["sha256"], "expected_version": version}
     try:
-        answer = _call(url, token, "swap", order, timeout_s)
+        _order(url, token, order, {**old, "version": version, "epoch": _epoch(url, token)}, timeout_s)
     except DeployError as error:
         return f"and the old drafter could not be put back ({error}): take this replica out and restart it"
-    if answer["status"] != "ok":
-        return f"and the old drafter could not be put back ({answer['reason']}): take this replica out and restart it"
     return f"version {old['version']} serves there again"
+
+
+def _epoch(url: str, token: str) -> str | None:
+    return status(url, token).get("epoch")
 
 
 def _put_all_back(done: Sequence[tuple[Replica, SwapOutcome]], timeout_s: float) -> str:
@@ -240,30 +217,3 @@ def _put_all_back(done: Sequence[tuple[Replica, SwapOutcome]], timeout_s: float)
         }
         notes.append(f"{replica.url}: {_put_back(replica.url, replica.token, old, outcome.version, timeout_s)}")
     return "; ".join(notes) or "No other replica had been swapped"
-
-
-def _call(url: str, token: str, what: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {token}"}
-    code, data = _post(f"{url}/slipstream/{what}", body, headers, timeout_s)
-    if not isinstance(data, dict) or "status" not in data:
-        raise DeployError(f"{url}: /slipstream/{what} answered HTTP {code}: {str(data)[:300]}")
-    return data
-
-
-def _post(url: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float) -> tuple[int, Any]:
-    payload = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=payload, headers={"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return answer.status, _parse(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, _parse(error.read())
-    except OSError as error:
-        raise DeployError(f"{url}: not reachable ({error}); is the server up, and is this its address?")
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace")

@@ -48,6 +48,7 @@ class VllmServer:
         prefix_caching: bool = True,
         num_speculative_tokens: int | None = None,
         enforce_eager: bool = True,
+        keep: Path | None = None,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ):
@@ -64,6 +65,7 @@ class VllmServer:
         }
         self.drafter_roots, self.token = [Path(root) for root in drafter_roots], token
         self.served_name = served_name or self.model.name
+        self.keep = keep and Path(keep)  # with it the supervisor starts the server again (serving/supervise.py)
         self.extra_args, self.extra_env = tuple(extra_args), dict(env or {})
         # The CPU build puts its one worker in a process of its own, which imports everything a third time,
         # unless both the "uni" executor and no multiprocessing are asked for; the engine core stays apart.
@@ -98,7 +100,7 @@ class VllmServer:
         started = time.monotonic()
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(SUPERVISOR), *self.command()],
+                [sys.executable, "-S", str(SUPERVISOR), *self._kept(), *self.command()],
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -150,6 +152,9 @@ class VllmServer:
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         command += [part for name in MIDDLEWARE for part in ("--middleware", name)]
         return command + list(self.extra_args)
+
+    def _kept(self) -> list[str]:
+        return [] if self.keep is None else ["--keep", str(self.keep)]
 
     def _speculative_config(self) -> dict[str, Any]:
         """The drafter and how many tokens it drafts a step: a whole block, unless fewer were asked for.

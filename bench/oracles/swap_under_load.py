@@ -97,7 +97,7 @@ def measure_swaps(
     return {
         "pause_s": [outcome.pause_s for outcome in outcomes],
         "failed_requests": sum(not reply.ok for reply in replies),
-        "changed_outputs": _changed(replies) + sum(outcome.changed_outputs for outcome in outcomes),
+        "changed_outputs": changed_replies(replies) + sum(outcome.changed_outputs for outcome in outcomes),
         "num_replies": len(replies),
         "acceptance_length": [outcomes[0].before.acceptance_length]
         + [outcome.after.acceptance_length for outcome in outcomes],
@@ -114,7 +114,8 @@ def prompts(model: str, *, count: int = 8, max_tokens: int = 48) -> list[dict[st
     return [{**fixed, "messages": [{"role": "user", "content": f"Order {i * 37}: where is it?"}]} for i in range(count)]
 
 
-def _changed(replies: Sequence[Reply]) -> int:
+def changed_replies(replies: Sequence[Reply]) -> int:
+    """How many got other tokens than the same greedy prompt got first."""
     first: dict[int, list[int]] = {}
     changed = 0
     for reply in sorted((r for r in replies if r.ok), key=lambda r: r.started_s):

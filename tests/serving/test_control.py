@@ -1,132 +1,10 @@
 """The control endpoint over a scripted engine client: who may swap, what is refused, and that it always resumes."""
 
 import asyncio
-import json
-from types import SimpleNamespace
 
-import httpx
 import pytest
-from tiny import tiny_drafter
 
-from serving.control import ControlEndpoint
-from serving.preflight import sha256_file
-
-TARGET = {
-    "hidden_size": 128,
-    "vocab_size": 512,
-    "num_hidden_layers": 6,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
-TOKEN = "a long secret"
-
-
-class ScriptedEngine:
-    """The protocol of vLLM's engine client that the endpoint uses, with two workers and a log of calls."""
-
-    def __init__(self, folder):
-        hf_config = SimpleNamespace(to_dict=lambda: TARGET)
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=hf_config),
-            speculative_config=SimpleNamespace(num_speculative_tokens=3),
-        )
-        sha256 = sha256_file(folder / "model.safetensors")
-        self.workers = [
-            {"version": "1", "folder": str(folder), "sha256": sha256, "live_fingerprint": "f1"} for _ in range(2)
-        ]
-        self.calls, self.paused, self.fail_on, self.broken_workers = [], False, None, ()
-        self.swap_gate = None
-
-    def _note(self, name):
-        self.calls.append(name)
-        if self.fail_on == name:
-            raise RuntimeError(f"{name} broke")
-
-    async def pause_generation(self, *, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False)
-        self.paused = True
-        self._note("pause")
-
-    async def resume_generation(self):
-        self.calls.append("resume")
-        self.paused = False
-
-    async def is_paused(self):
-        return self.paused
-
-    async def reset_prefix_cache(self):
-        self._note("reset")
-        return True
-
-    async def collective_rpc(self, method, args=()):
-        self._note(method)
-        if method == "slipstream_swap":
-            if self.swap_gate is not None:
-                await self.swap_gate.wait()
-            return [self._swap(rank, worker, *args) for rank, worker in enumerate(self.workers)]
-        return [{"status": "ok", "reason": None, "rank": rank, **w} for rank, w in enumerate(self.workers)]
-
-    def _swap(self, rank, worker, folder, version, sha256, expected):
-        if worker["version"] != expected:
-            return {"status": "refused", "reason": "other version", "rank": rank, **worker}
-        if rank in self.broken_workers and version == "2":
-            return {"status": "failed", "reason": "no memory", "rank": rank, **worker}
-        worker.update(version=version, folder=folder, sha256=sha256, live_fingerprint=f"f{version}")
-        return {"status": "ok", "reason": None, "rank": rank, **worker}
-
-
-@pytest.fixture
-def drafters(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(TARGET))
-    return {v: tiny_drafter(tmp_path / "versions" / v, target, seed=int(v)) for v in ("1", "2")}
-
-
-@pytest.fixture
-def served(drafters, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_CONTROL_TOKEN", TOKEN)
-    monkeypatch.setenv("SLIPSTREAM_DRAFTER_ROOTS", str(tmp_path / "versions"))
-    return build(drafters)
-
-
-def build(drafters):
-    engine = ScriptedEngine(drafters["1"])
-    state = SimpleNamespace(engine_client=engine)
-
-    async def inner(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    endpoint = ControlEndpoint(inner)
-
-    async def app(scope, receive, send):
-        scope["app"] = SimpleNamespace(state=state)
-        await endpoint(scope, receive, send)
-
-    return SimpleNamespace(engine=engine, app=app, state=state, drafters=drafters)
-
-
-def order(served, version="2", expected="1"):
-    folder = served.drafters[version]
-    return {
-        "folder": str(folder),
-        "version": version,
-        "sha256": sha256_file(folder / "model.safetensors"),
-        "expected_version": expected,
-    }
-
-
-async def call(served, method, path, *, token=TOKEN, body=None, content=None):
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://x") as client:
-        return await client.request(method, path, headers=headers, json=body, content=content)
-
-
-def ask(served, method, path, **settings):
-    return asyncio.run(call(served, method, path, **settings))
+from tests.serving.scripted_engine import TOKEN, ask, build, call, order, steps
 
 
 def test_the_prefix_cache_is_emptied_on_request(served):
@@ -136,14 +14,18 @@ def test_the_prefix_cache_is_emptied_on_request(served):
     assert ask(served, "POST", "/slipstream/reset", body={}, token="another").status_code == 401
 
 
-def test_a_swap_pauses_swaps_resets_and_resumes_in_this_order(served):
-    reply = ask(served, "POST", "/slipstream/swap", body=order(served))
+PROBED = ["probe", "probe"]
+
+
+def test_a_swap_probes_pauses_swaps_resets_resumes_and_probes_in_this_order(served):
+    reply = ask(served, "POST", "/slipstream/swap", body=order(served) | {"prefix_cache": "clear"})
     assert reply.status_code == 200
     body = reply.json()
     assert (body["version"], body["previous"], body["live_fingerprint"]) == ("2", "1", ["f2", "f2"])
     assert body["pause_s"] >= 0 and body["prefix_cache_reset"] is True
-    steps = [c for c in served.engine.calls if c != "slipstream_status"]
-    assert steps == ["pause", "slipstream_swap", "reset", "resume"]
+    assert steps(served) == [*PROBED, "pause", "slipstream_swap", "reset", "resume", *PROBED]
+    assert body["probe"]["after"] == {"num_steps": 6, "num_accepted_tokens": 2}
+    assert (body["how"], body["epoch"]) == ("in_place", "aa.1")
     assert served.state.slipstream_drafter_version == "2"
 
 
@@ -190,7 +72,7 @@ def test_a_path_that_climbs_out_of_the_allowed_folder_is_refused(served):
 
 
 def test_a_body_that_is_too_large_or_no_json_is_refused(served):
-    assert ask(served, "POST", "/slipstream/swap", content=b"x" * 20_000).status_code == 413
+    assert ask(served, "POST", "/slipstream/swap", content=b"x" * 70_000).status_code == 413
     assert ask(served, "POST", "/slipstream/swap", content=b"{").status_code == 400
 
 
@@ -204,10 +86,11 @@ def test_preflight_runs_before_the_engine_pauses_and_names_its_check(served):
 @pytest.mark.parametrize("step", ["pause", "slipstream_swap", "reset"])
 def test_the_engine_resumes_whatever_breaks(served, step):
     served.engine.fail_on = step
-    reply = ask(served, "POST", "/slipstream/swap", body=order(served))
+    reply = ask(served, "POST", "/slipstream/swap", body=order(served) | {"prefix_cache": "clear"})
     assert reply.status_code == 500 and "broke" in reply.json()["reason"]
     assert served.engine.paused is False and served.engine.calls.count("resume") == 1
     assert [w["version"] for w in served.engine.workers] == ["1", "1"]
+    assert ask(served, "GET", "/slipstream/status").json()["door"] == "open"
 
 
 def test_when_one_worker_fails_the_others_go_back(served):

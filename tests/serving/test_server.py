@@ -26,6 +26,7 @@ from serving.errors import DeployError, LaunchError
 from serving.launch import VllmServer
 from serving.load import Driver, drive_sync
 from serving.preflight import sha256_file
+from serving.replica import call
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from bench.oracles.swap_under_load import Version, measure_swaps, prompts
@@ -62,6 +63,7 @@ def fleet(tmp_path_factory):
         tap_dir=root / "traffic",
         tap_consent="header:X-Consent=yes",
         tap_subject_header="X-Subject",
+        extra_args=["--enable-prompt-tokens-details"],
         env={
             "OMP_NUM_THREADS": "1",
             "SLIPSTREAM_TAP_TARGET": "f00d",
@@ -100,12 +102,46 @@ def test_swaps_under_load_fail_no_request_and_change_no_output(fleet):
 
 
 def test_a_verified_swap_reports_what_changed_and_goes_back(fleet):
-    there = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1"))
+    there = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1", prefix_cache="clear"))
     back = swap_replica(fleet.url, TOKEN, **order(fleet, "1", "2"))
     assert (there.changed_outputs, back.changed_outputs) == (0, 0)
     assert there.live_fingerprint != there.previous_live_fingerprint == back.live_fingerprint
     assert there.after.acceptance_length > there.before.acceptance_length
     assert there.prefix_cache_reset, "an idle server holds no blocks"
+
+
+def test_status_tells_how_and_since_when_and_reads_the_live_weights_when_asked(fleet):
+    known = status(fleet.url, TOKEN)
+    assert known["swap"] == {"in_place": True, "how": "replace", "reason": None, "restart": False}
+    assert (known["door"], known["paused"]) == ("open", False)
+    assert 0 < time.time() - known["since"] < 3600
+    assert call(fleet.url, TOKEN, "status?verify=1", None, 60.0)["status"] == "ok"
+    other = swap_replica(fleet.url, TOKEN, **order(fleet, "2", "1"))
+    back = swap_replica(fleet.url, TOKEN, **order(fleet, "1", "2", pause="drain"))
+    assert other.closed_s > other.pause_s > 0 and back.how == "in_place"
+    now = status(fleet.url, TOKEN)
+    assert now["since"] > known["since"] and now["epoch"] != known["epoch"]
+
+
+def test_a_swap_keeps_the_prefix_cache_unless_it_is_to_be_cleared_or_salted(fleet):
+    # Two blocks of 128 tokens, which vLLM's CPU build caches.
+    request = {"prompt": [0, *range(10, 300)], "max_tokens": 2, "temperature": 0, "ignore_eos": True} | RETURN_IDS
+
+    def cached():
+        (reply,) = drive_sync(fleet.url, [request], concurrency=1)
+        return reply.usage["prompt_tokens_details"]["cached_tokens"], reply.token_ids
+
+    first, warm = cached(), cached()
+    assert (first[0] or 0) == 0 and warm[0] >= 128 and first[1] == warm[1]
+    found = []
+    for i, prefix_cache in enumerate(("keep", "salt", "clear")):
+        old, new = ("1", "2") if i % 2 == 0 else ("2", "1")
+        swap_replica(fleet.url, TOKEN, **order(fleet, new, old, prefix_cache=prefix_cache))
+        found.append(cached())
+    swap_replica(fleet.url, TOKEN, **order(fleet, "1", "2"))
+    assert found[0][0] >= 128, "stale drafter keys cost acceptance alone"
+    assert [(hit or 0) for hit, _ in found[1:]] == [0, 0], "as cold as the first"
+    assert {tuple(ids) for _, ids in [first, *found]} == {tuple(first[1])}
 
 
 def test_refusals_say_why_and_leave_the_old_version(fleet, tmp_path):

@@ -1,12 +1,21 @@
 """Nothing that a supervised command started outlives the process that asked for it."""
 
+import contextlib
+import hashlib
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
+
+from serving.kept_drafter import Kept, KeptDrafter, read_kept, write_kept
+from serving.supervise import with_drafter
 
 SUPERVISOR = Path(__file__).resolve().parents[2] / "serving" / "supervise.py"
 # Starts a child that ignores SIGTERM, says both pids, then sleeps.
@@ -82,3 +91,141 @@ process = subprocess.Popen([sys.executable, "-S", sys.argv[1], sys.executable, "
                            stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(600)
 """
+
+
+# A server as far as the supervisor knows one: it writes down each start, and answers /health unless its drafter is bad.
+SERVER = """
+import http.server, json, os, signal, sys
+options = dict(zip(sys.argv, sys.argv[1:]))
+drafter = json.loads(options["--speculative-config"])["model"]
+with open(options["--starts"], "a") as starts:
+    start = [os.path.basename(drafter), os.environ.get("SLIPSTREAM_DRAFTER_VERSION"), os.getpid()]
+    print(json.dumps(start), file=starts)
+if "bad" in drafter:
+    sys.exit(3)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+http.server.ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+
+
+class Keeping:
+    """A supervised server that is started again, and what it wrote at each start."""
+
+    def __init__(self, folder):
+        self.folder, self.keep, self.starts_file = folder, folder / "kept.json", folder / "starts"
+        self.drafters = {}
+        for name in ("one", "two", "bad"):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text("{}")
+            (folder / name / "model.safetensors").write_text(name)
+            sha256 = hashlib.sha256(name.encode()).hexdigest()
+            self.drafters[name] = KeptDrafter(str(folder / name), f"v-{name}", sha256)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def __enter__(self):
+        speculation = json.dumps({"method": "dflash", "model": str(self.folder / "one")})
+        options = ["--port", str(self.port), "--starts", str(self.starts_file), "--speculative-config", speculation]
+        command = [sys.executable, "-c", SERVER, *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", str(SUPERVISOR), "--keep", str(self.keep), *command],
+            env={**os.environ, "SLIPSTREAM_DRAFTER_VERSION": "first"},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait(60)
+        assert not alive(self.starts()[-1][2])
+
+    def starts(self):
+        text = self.starts_file.read_text() if self.starts_file.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def healthy(self, count):
+        """The starts, once there are so many and the last one answers."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1).close()
+                if len(self.starts()) >= count:
+                    return [start[:2] for start in self.starts()]
+            time.sleep(0.05)
+        raise AssertionError(f"waited in vain: {self.starts()}")
+
+    def settled(self):
+        """What is kept, once the supervisor has seen that it came up."""
+        deadline = time.monotonic() + 60
+        while read_kept(self.keep).previous is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return read_kept(self.keep)
+
+
+@pytest.fixture
+def keeping(tmp_path):
+    with Keeping(tmp_path) as server:
+        assert server.healthy(1) == [["one", "first"]]
+        time.sleep(1.5)  # until the supervisor, which asks now and then, has seen it up
+        yield server
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_ends_unasked_comes_up_with_the_drafter_it_served_last(keeping, number):
+    write_kept(keeping.keep, Kept(keeping.drafters["two"]))
+    os.kill(keeping.starts()[-1][2], number)  # on SIGTERM it ends with status 0, as vLLM does when its engine dies
+    assert keeping.healthy(2)[1:] == [["two", "v-two"]]
+
+
+def test_a_restart_that_is_ordered_serves_the_new_drafter_and_forgets_the_old_once_it_is_up(keeping):
+    write_kept(keeping.keep, Kept(keeping.drafters["two"], keeping.drafters["one"]))
+    keeping.process.send_signal(signal.SIGUSR1)
+    assert keeping.healthy(2)[1:] == [["two", "v-two"]]
+    assert keeping.settled() == Kept(keeping.drafters["two"])
+
+
+def test_a_drafter_that_does_not_come_up_makes_way_for_the_one_before(keeping):
+    write_kept(keeping.keep, Kept(keeping.drafters["bad"], keeping.drafters["two"]))
+    keeping.process.send_signal(signal.SIGUSR1)
+    assert keeping.healthy(3)[1:] == [["bad", "v-bad"], ["two", "v-two"]]
+    assert read_kept(keeping.keep) == Kept(keeping.drafters["two"])
+
+
+def test_a_kept_folder_that_is_no_longer_what_was_served_is_not_started_with(keeping):
+    write_kept(keeping.keep, Kept(keeping.drafters["two"]))
+    (keeping.folder / "two" / "model.safetensors").write_text("other weights")
+    os.kill(keeping.starts()[-1][2], 9)
+    assert keeping.healthy(2)[1:] == [["one", "first"]]
+
+
+def test_a_command_that_never_came_up_is_not_started_for_ever(tmp_path):
+    keep = tmp_path / "kept.json"
+    command = [sys.executable, "-S", str(SUPERVISOR), "--keep", str(keep), sys.executable, "-c", "raise SystemExit(7)"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, timeout=60)
+    assert done.returncode == 7 and b"never up" in done.stdout
+
+
+def test_what_is_kept_is_replaced_whole(tmp_path):
+    one = Kept(KeptDrafter("/v/1", "1", "ab"))
+    path = tmp_path / "deep" / "kept.json"
+    write_kept(path, one)
+    assert read_kept(path) == one and os.listdir(path.parent) == ["kept.json"]
+    path.write_text('{"serve": {"folder": "/v/1"')  # torn by something else
+    assert read_kept(path) is None and read_kept(tmp_path / "none") is None
+
+
+def test_the_drafter_goes_into_the_speculative_configuration_and_nowhere_else():
+    drafter = KeptDrafter("/v/2", "2", "ab")
+    command = ["python", "--model", "/m", "--speculative-config", '{"model": "/v/1", "num_speculative_tokens": 3}']
+    new = '{"model": "/v/2", "num_speculative_tokens": 3}'
+    assert with_drafter(command, drafter) == [*command[:4], new]
+    assert with_drafter([f"{command[3]}={command[4]}"], drafter) == [f"--speculative-config={new}"]
+    assert with_drafter(command[:3], drafter) == command[:3]

@@ -1,0 +1,90 @@
+"""Many swaps back and forth under steady load, and one swap against one restart."""
+
+import math
+import statistics
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from bench.figures import Figure, at_most, shown
+from bench.oracles.swap_under_load import changed_replies, prompts
+from bench.oracles.swapped_server import Pulse, Swapped, swapped_server
+from serving.load import Driver
+
+SETTLED_AFTER = 10
+"""Swaps, after which memory must no longer grow: allocators and caches have found their size."""
+
+
+def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) -> dict[str, Figure]:
+    """Failed requests, changed tokens, pause and memory; every other request is streamed."""
+    with swapped_server(workdir, clients=clients, **server) as swapped:
+        asked = [
+            one | ({"stream": True, "stream_options": {"include_usage": True}} if i % 2 else {})
+            for i, one in enumerate(prompts(swapped.server.served_name, count=16, max_tokens=32))
+        ]
+        outcomes, memory = [], []
+        with Driver(swapped.server.base_url, asked, concurrency=clients) as driver:
+            driver.wait_for(2 * len(asked))  # every prompt has an answer from before the first swap
+            for i in range(swaps):
+                outcomes.append(swapped.swap(*(("1", "2") if i % 2 == 0 else ("2", "1"))))
+                driver.wait_for(len(driver.replies) + clients)
+                memory.append(swapped.memory())
+            replies = driver.stop()
+        drafter = sum(file.stat().st_size for file in swapped.folders["1"].glob("*.safetensors"))
+    pauses = sorted(outcome.pause_s for outcome in outcomes)
+    closed = sorted(outcome.closed_s for outcome in outcomes)
+    changed = changed_replies(replies) + sum(outcome.changed_outputs for outcome in outcomes)
+    errors = sorted({str(reply.error)[:120] for reply in replies if not reply.ok})[:3]
+    note = {"n": len(replies), "on": f"{swaps} swaps, {clients} clients"}
+    figures = {
+        "swaps.failed_requests": at_most(sum(not reply.ok for reply in replies), 0, **note, errors=errors),
+        "swaps.changed_tokens": at_most(changed, 0, **note),
+        "swaps.pause_p99_s": at_most(percentile(pauses, 0.99), 1.5, n=swaps, median=statistics.median(pauses)),
+        "swaps.door_closed_p99_s": shown(percentile(closed, 0.99), n=swaps, median=statistics.median(closed)),
+        "swaps.longest_request_s": shown(max(reply.latency_s for reply in replies), n=len(replies)),
+    }
+    if swaps > SETTLED_AFTER + 2:
+        slope = growth(memory[SETTLED_AFTER:])
+        mib = {"memory_mib": [round(value / 2**20, 2) for value in memory]}
+        figures["swaps.memory_drafters_a_swap"] = at_most(
+            max(0.0, slope / drafter), 0.02, n=swaps - SETTLED_AFTER, bytes_a_swap=round(slope), drafter=drafter, **mib
+        )
+    return figures
+
+
+def swap_against_restart(workdir: Path, *, swaps: int, restarts: int, **server: Any) -> dict[str, Figure]:
+    """Time without an answer: around a swap, and around a stop and a start with the same flags."""
+    with swapped_server(workdir, clients=2, **server) as swapped:
+        swap_s, restart_s = [], []
+        with Pulse(swapped.server.base_url, swapped.server.served_name) as pulse:
+            pulse.wait_for(10, time.monotonic())
+            for i in range(swaps):
+                swap_s.append(_gap(pulse, lambda i=i: swapped.swap(*(("1", "2") if i % 2 == 0 else ("2", "1")))))
+            for _ in range(restarts):
+                restart_s.append(_gap(pulse, lambda: _restart(swapped)))
+    ratio = statistics.median(swap_s) / statistics.median(restart_s)
+    each = {"swap_s": [round(s, 3) for s in swap_s], "restart_s": [round(s, 2) for s in restart_s]}
+    return {"swap_vs_restart.without_service": at_most(ratio, 0.1, n=swaps + restarts, **each)}
+
+
+def _gap(pulse: Pulse, act: Any) -> float:
+    since = time.monotonic()
+    act()
+    pulse.wait_for(5, time.monotonic())
+    return pulse.longest_gap_s(since)
+
+
+def _restart(swapped: Swapped) -> None:
+    swapped.server.stop()
+    swapped.server.start()
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """The smallest value that at least this share does not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
+
+
+def growth(values: list[int]) -> float:
+    """Theil and Sen's slope, the median of all pairs': one jump is no growth."""
+    return statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(values), 2))

@@ -1,0 +1,108 @@
+"""Calls to a running engine that end, one way or another, and whose answers are their own.
+
+``collective_rpc`` gets no timeout of vLLM's: when one rank fails or is late, the other ranks' replies stay queued, and
+the next call would read them. So the wait is bounded here, the call itself goes on, and every answer has to name the
+call that it answers.
+
+Source: vllm/v1/executor/multiproc_executor.py (collective_rpc) and vllm/v1/engine/async_llm.py, vLLM 0.32.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable
+from typing import Any
+
+from serving.errors import ServingError
+
+
+class EngineLost(ServingError):
+    """Nobody can say what this engine serves any more; it has to be started again."""
+
+
+class EngineLate(EngineLost):
+    """A call did not end in time; it may still."""
+
+
+class WorkerFailed(ServingError):
+    """A call raised on a worker: what was done is not known, and other workers' replies may lie about."""
+
+
+class EngineCalls:
+    """An engine client's methods that a swap needs."""
+
+    def __init__(self, client: Any, *, timeout_s: float):
+        self.client, self._timeout_s = client, timeout_s
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def status(self, *, verify: bool = False) -> list[dict[str, Any]]:
+        """Every worker's. Raises: EngineLost, WorkerFailed; ServingError where no worker could know the call."""
+        self._require_extension()
+        return await self._on_workers("slipstream_status", (), (verify,))
+
+    async def swap(self, order: tuple[str, str, str, str], expected_swaps: int | None) -> list[dict[str, Any]]:
+        """Every worker's answer to folder, version, sha256, expected version. Raises: EngineLost, WorkerFailed."""
+        return await self._on_workers("slipstream_swap", (*order, expected_swaps), ())
+
+    async def pause(self, mode: str) -> bool:
+        """Whether generation has paused in time: with mode "wait", once what runs has ended."""
+        try:
+            await self._within(self.client.pause_generation(mode=mode, clear_cache=False), "pausing")
+        except EngineLate:
+            if mode == "wait":
+                return False  # long requests are no fault; the caller resumes
+            raise
+        return True
+
+    async def resume(self) -> None:
+        """Go on generating. Raises: EngineLost when it does not."""
+        try:
+            await self._within(self.client.resume_generation(), "resuming")
+        except EngineLost:
+            raise
+        except Exception as error:
+            raise EngineLost(f"the engine does not resume: {type(error).__name__}: {error}")
+
+    def resume_when_it_can(self) -> None:
+        """Ask a lost engine to go on, and wait for nothing: a pause that comes late must not be the last word."""
+        task = asyncio.ensure_future(self.client.resume_generation())
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    async def clear_prefix_cache(self) -> bool:
+        """Whether it is empty now: it stays while requests hold blocks. Raises: what the engine raises."""
+        return bool(await self._within(self.client.reset_prefix_cache(), "clearing the prefix cache"))
+
+    def _require_extension(self) -> None:
+        # Asked for a method that it has not, a worker raises; see above for what that leaves behind.
+        if self.client.vllm_config.speculative_config is None:
+            raise ServingError("this engine serves no drafter; start it with --speculative-config method dflash")
+        if not self.client.vllm_config.parallel_config.worker_extension_cls:
+            raise ServingError("start the workers with --worker-extension-cls serving.engine.swap.DrafterSwap")
+
+    async def _on_workers(self, method: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[dict[str, Any]]:
+        call = secrets.token_hex(8)
+        try:
+            replies = await self._within(
+                self.client.collective_rpc(method, args=(*before, call, *after)), f"waiting for {method}"
+            )
+        except EngineLost:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"{method} failed on a worker ({type(error).__name__}: {error})")
+        if not replies or any(not isinstance(one, dict) or one.get("call") != call for one in replies):
+            raise EngineLost(f"{method}: a worker answered an earlier call, so no answer can be trusted")
+        return replies
+
+    async def _within(self, work: Awaitable[Any], what: str) -> Any:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._ended)
+        await asyncio.wait({task}, timeout=self._timeout_s)
+        if not task.done():
+            raise EngineLate(f"{what} took more than {self._timeout_s:g} s")
+        return task.result()
+
+    def _ended(self, task: "asyncio.Future[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # one that came too late has nobody left to tell

@@ -1,0 +1,37 @@
+"""Prefix-cache blocks for each drafter version apart, so that no request reads drafter keys of another version.
+
+Source: vllm/v1/engine/input_processor.py (cache_salt), vLLM 0.32.
+"""
+
+import functools
+from collections.abc import AsyncGenerator
+from typing import Any
+
+_ATTRIBUTE = "slipstream_cache_salt"
+
+
+def use(engine_client: Any, version: str) -> bool:
+    """Whether requests from now on, of this API server, share cached blocks with those of the same version alone."""
+    generate = getattr(engine_client, "generate", None)
+    if generate is None:
+        return False
+    if not hasattr(engine_client, _ATTRIBUTE):
+        engine_client.generate = _salting(engine_client, generate)
+    setattr(engine_client, _ATTRIBUTE, version)
+    return True
+
+
+def _salting(engine_client: Any, generate: Any) -> Any:
+    @functools.wraps(generate)
+    async def salting(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        if isinstance(prompt, dict):  # what the routes hand over; a client's own salt keeps its meaning
+            own = prompt.get("cache_salt") or ""
+            prompt = {**prompt, "cache_salt": f"{own}|drafter {getattr(engine_client, _ATTRIBUTE)}"}
+        outputs = generate(prompt, *args, **kwargs)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    return salting
