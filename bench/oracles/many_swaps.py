@@ -14,6 +14,9 @@ from serving.load import Driver
 
 SETTLED_AFTER = 10
 """Swaps, after which memory must no longer grow: allocators and caches have found their size."""
+WARM_REQUESTS = 400
+JUDGED_FROM = 60
+"""Swaps, below which the steps in which an allocator grows hide what one swap adds."""
 
 
 def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) -> dict[str, Figure]:
@@ -25,11 +28,12 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         ]
         outcomes, memory = [], []
         with Driver(swapped.server.base_url, asked, concurrency=clients) as driver:
-            driver.wait_for(2 * len(asked))  # every prompt has an answer from before the first swap
+            driver.wait_for(WARM_REQUESTS if swaps >= JUDGED_FROM else 2 * len(asked))  # an answer to every prompt
             for i in range(swaps):
                 outcomes.append(swapped.swap(*(("1", "2") if i % 2 == 0 else ("2", "1"))))
                 driver.wait_for(len(driver.replies) + clients)
-                memory.append(swapped.memory())
+                memory.append((len(driver.replies), swapped.memory()))
+            alone = _growth_alone(swapped, driver, requests=30 * clients) if swaps >= JUDGED_FROM else 0.0
             replies = driver.stop()
         drafter = sum(file.stat().st_size for file in swapped.folders["1"].glob("*.safetensors"))
     pauses = sorted(outcome.pause_s for outcome in outcomes)
@@ -44,13 +48,31 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         "swaps.door_closed_p99_s": shown(percentile(closed, 0.99), n=swaps, median=statistics.median(closed)),
         "swaps.longest_request_s": shown(max(reply.latency_s for reply in replies), n=len(replies)),
     }
-    if swaps > SETTLED_AFTER + 2:
-        slope = growth(memory[SETTLED_AFTER:])
-        mib = {"memory_mib": [round(value / 2**20, 2) for value in memory]}
-        figures["swaps.memory_drafters_a_swap"] = at_most(
-            max(0.0, slope / drafter), 0.02, n=swaps - SETTLED_AFTER, bytes_a_swap=round(slope), drafter=drafter, **mib
-        )
-    return figures
+    return figures | _memory(memory, alone, drafter_bytes=drafter)
+
+
+def _growth_alone(swapped: Swapped, driver: Driver, *, requests: int) -> float:
+    """Bytes that a request adds to the server without any swap. Later ones add less, so this is taken last."""
+    seen = []
+    for _ in range(40):
+        driver.wait_for(len(driver.replies) + requests // 10)
+        seen.append((len(driver.replies), swapped.memory()))
+    return growth(seen)
+
+
+def _memory(memory: list[tuple[int, int]], alone: float, *, drafter_bytes: int) -> dict[str, Figure]:
+    """What a swap adds beyond the requests around it, in drafters: one that is never freed would be 1."""
+    if len(memory) < SETTLED_AFTER + 5:
+        return {}
+    settled = memory[max(SETTLED_AFTER, len(memory) // 2) :]
+    swaps = len(settled) - 1
+    requests = (settled[-1][0] - settled[0][0]) / swaps
+    added = (growth(settled) - alone) * requests / drafter_bytes
+    mib = {"memory_mib": [round(held / 2**20, 1) for _, held in memory]}
+    note = {"n": swaps, "bytes_a_request_alone": round(alone), "drafter_bytes": drafter_bytes, **mib}
+    if len(memory) < JUDGED_FROM:
+        return {"swaps.memory_drafters_a_swap": shown(added, **note)}
+    return {"swaps.memory_drafters_a_swap": at_most(added, 0.1, **note)}
 
 
 def swap_against_restart(workdir: Path, *, swaps: int, restarts: int, **server: Any) -> dict[str, Figure]:
@@ -85,6 +107,6 @@ def percentile(ordered: list[float], share: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
-def growth(values: list[int]) -> float:
+def growth(points: list[tuple[int, int]]) -> float:
     """Theil and Sen's slope, the median of all pairs': one jump is no growth."""
-    return statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(values), 2))
+    return statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(points, 2) if j != i)

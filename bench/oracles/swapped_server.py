@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "the token of the bench"
 # 128 blocks: vLLM takes the one that was free longest, so in a larger cache memory grows with every request until each
 # block has been written once, and that is no leak of a swap's.
-TOY_SETTINGS = {"env": {"OMP_NUM_THREADS": "1"}, "extra_args": ("--kv-cache-memory-bytes", str(64 << 20))}
+# One arena, for the same reason: a thread's own first fills up.
+TOY_SETTINGS = {
+    "env": {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+    "extra_args": ("--kv-cache-memory-bytes", str(64 << 20)),
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The swap in a real engine: greedy tokens stay, acceptance and live weights change, failures leave the old one."""
 
+import gc
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +200,16 @@ def test_the_live_values_are_the_files_tensors(serving_1):
     assert torch.equal(live["layers.0.o_proj"], file["layers.0.self_attn.o_proj.weight"].T)
     assert mismatches(proposer.model, serving_1.folders["1"] / "model.safetensors") == []
     assert len(mismatches(proposer.model, serving_1.folders["2"] / "model.safetensors")) > 5
+
+
+def test_no_drafter_stays_in_memory_once_another_serves(serving_1):
+    runner = serving_1.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    replaced = []
+    for old, new in (("1", "2"), ("2", "1")) * 3:
+        replaced.append(weakref.ref(runner.drafter.model))
+        assert swap(serving_1, new, expected=old)["status"] == "ok"
+    gc.collect()
+    assert [one() for one in replaced] == [None] * 6
 
 
 def test_one_swap_runs_at_a_time(serving_1):
