@@ -1,87 +1,22 @@
 """The order of a rollout and its failures, against scripted replicas that speak the control protocol."""
 
-import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
+from bench.oracles.scripted_replica import TOKEN, ScriptedReplica
 from jobs import deploy
 from jobs.adopt import first_champion
+from jobs.in_charge import in_charge
+from jobs.ledger import releases
 from jobs.registry import PASSED, Registry
-from pipeline.artifacts import DrafterCheckpoint, Release, sha256_file, verify
+from pipeline.artifacts import DrafterCheckpoint, Release, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError, SwapError
-from pipeline.stages import current, exclusive, open_artifact
+from pipeline.stages import current, open_artifact
 from tests.jobs.checkpoints import as_checkpoint
 
-TOKEN = "s3cret"
-
-
-class ScriptedReplica:
-    """A server that answers like serving.control: the version it is told, and the failures that a test asks for."""
-
-    def __init__(self, folder: Path, version: str):
-        self.folder, self.version = Path(folder), version
-        self.swaps: list[tuple[str, str]] = []
-        self.fail_swap_to: str | None = None
-        self.keep_weights = False
-        self.probe_after_swap = [7, 8, 9]
-        replica = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self._answer(*replica.answer(self.path, self.headers, None))
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._answer(*replica.answer(self.path, self.headers, body))
-
-            def _answer(self, code, body):
-                payload = json.dumps(body).encode()
-                self.send_response(code)
-                self.send_header("content-length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def sha256(self):
-        return sha256_file(self.folder / "model.safetensors")
-
-    def answer(self, path, headers, body):
-        if path == "/v1/chat/completions":
-            tokens = self.probe_after_swap if self.swaps and self.version != self.swaps[0][0] else [7, 8, 9]
-            counts = {"num_spec_steps": 2, "num_accepted_draft_tokens": 1}
-            return 200, {"choices": [{"token_ids": tokens}], "metrics": {"speculative_decoding": counts}}
-        if headers.get("authorization") != f"Bearer {TOKEN}":
-            return 401, {"status": "refused", "reason": "the bearer token is missing or wrong"}
-        if path == "/slipstream/status":
-            return 200, {
-                "status": "ok",
-                "reason": None,
-                "version": self.version,
-                "folder": str(self.folder),
-                "sha256": self.sha256,
-                "live_fingerprint": [f"live-{'stale' if self.keep_weights else self.sha256[:8]}"],
-                "paused": False,
-            }
-        if body["version"] == self.fail_swap_to:
-            return 500, {"status": "failed", "reason": "the worker ran out of memory; the old drafter serves again"}
-        if body["expected_version"] != self.version:
-            return 409, {"status": "refused", "reason": f"version {self.version} serves"}
-        self.swaps.append((self.version, body["version"]))
-        previous, self.version, self.folder = self.version, body["version"], Path(body["folder"])
-        assert self.sha256 == body["sha256"]
-        return 200, {"status": "ok", "reason": None, "pause_s": 0.25, "previous": previous, "prefix_cache_reset": True}
+NO_SOAK = {"soak_min_steps": 0, "tick_s": 0.02, "dead_after_s": 0.3}
 
 
 @pytest.fixture
@@ -100,10 +35,9 @@ def fleet(mlflow_root, tiny, monkeypatch):
     served = registry.download(config.model_name, "1")
     replicas = [ScriptedReplica(served, "1") for _ in range(2)]
     urls = [replica.url for replica in replicas]
-    yield Config.model_validate({**base, "serving": {"replicas": urls}}), registry, replicas
+    yield Config.model_validate({**base, "serving": {"replicas": urls}, "deploy": NO_SOAK}), registry, replicas
     for replica in replicas:
-        replica.server.shutdown()
-        replica.server.server_close()
+        replica.close()
 
 
 def champion(config, registry):
@@ -116,9 +50,10 @@ def test_the_champion_moves_once_every_replica_has_swapped(fleet):
     assert [replica.swaps for replica in replicas] == [[("1", "2")], [("1", "2")]]
     assert champion(config, registry) == "2"
     assert (release.version, release.previous, release.reason) == ("2", "1", "deploy")
-    assert [(r["url"], r["pause_s"], r["changed_outputs"]) for r in release.replicas] == [
+    assert [(r["url"], r["change"]["pause_s"], r["change"]["changed_outputs"]) for r in release.replicas] == [
         (replica.url, 0.25, 0) for replica in replicas
     ]
+    assert (release.phase, release.canary) == ("converged", replicas[0].url)
     assert open_artifact(config.root, Release, release.derivation_id).manifest == release
     assert replicas[0].folder == config.root / "versions" / config.model_name / "2"
 
@@ -133,23 +68,24 @@ def test_deploying_what_serves_swaps_nothing_and_tells_of_the_same_release(fleet
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_replica_that_refuses_leaves_the_whole_fleet_as_it_was(fleet, failing):
     config, registry, replicas = fleet
-    replicas[failing].fail_swap_to = "2"
+    replicas[failing].script.refuses = "2"
     with pytest.raises(SwapError, match="out of memory") as failure:
         deploy.run(config)
     assert "Champion is still version 1" in str(failure.value)
     assert [replica.version for replica in replicas] == ["1", "1"]
     assert replicas[0].swaps == ([] if failing == 0 else [("1", "2"), ("2", "1")])
     assert champion(config, registry) == "1"
-    assert not (config.root / "releases").exists()
+    (release,) = releases(config.root)
+    assert (release.phase, release.version, release.ended is not None) == ("reverted", "2", True)
 
 
 @pytest.mark.parametrize("fault", ["weights stay", "answers change"])
 def test_a_swap_that_does_not_prove_itself_is_undone_everywhere(fleet, fault):
     config, registry, replicas = fleet
     if fault == "weights stay":
-        replicas[1].keep_weights = True
+        replicas[1].script.keeps_weights = True
     else:
-        replicas[1].probe_after_swap = [7, 8, 1]
+        replicas[1].script.tokens_after_swap = [7, 8, 1]
     with pytest.raises(SwapError):
         deploy.run(config)
     assert [replica.version for replica in replicas] == ["1", "1"]
@@ -161,7 +97,7 @@ def test_a_deploy_that_was_killed_halfway_is_finished_by_the_next(fleet):
     replicas[0].version, replicas[0].folder = "2", registry.download(config.model_name, "2")
     release = deploy.run(config)
     assert replicas[0].swaps == [] and replicas[1].swaps == [("1", "2")]
-    assert [r["pause_s"] for r in release.replicas] == [0.0, 0.25]
+    assert [r["change"]["pause_s"] for r in release.replicas] == [0.0, 0.25]
     assert champion(config, registry) == "2"
 
 
@@ -253,7 +189,7 @@ def test_each_thing_an_operator_forgets_has_its_own_message(fleet, monkeypatch):
 
 def test_two_deploys_at_once_are_one_deploy_and_one_refusal(fleet):
     config, _, _ = fleet
-    with exclusive(config.root / "releases", "deploy"), pytest.raises(StageError, match="another process"):
+    with in_charge(config.root, "deploy"), pytest.raises(StageError, match=r"another process is in charge, pid \d+ on"):
         deploy.run(config)
 
 
