@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _make(path: Path, body: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     write_durably(temporary, json.dumps(body).encode())
     try:
         os.link(temporary, path)
@@ -154,9 +155,14 @@ def _make(path: Path, body: dict[str, Any]) -> None:
 
 
 def _write(path: Path, body: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     temporary.write_text(json.dumps(body))
     os.replace(temporary, path)
+
+
+def _temporary(path: Path) -> Path:
+    """Two containers may share a disk and have the same process id."""
+    return path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")
 
 
 def _owner(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,7 +82,7 @@ def give_order(root: Path, order: Order) -> Release:
     if release is None:
         raise StageError(f"{root}: no deploy is under way, so there is nothing to {order}")
     folder = artifact_dir(root, Release, release.derivation_id) / "orders"
-    temporary = folder / f".{os.getpid()}.tmp"
+    temporary = folder / f".{uuid.uuid4().hex}.tmp"
     write_durably(temporary, json.dumps({"order": order, "by": actor(), "at": _now()}).encode())
     try:
         for _ in range(_TRIES):

@@ -111,7 +111,7 @@ class Controller:
             case Revert(why):
                 self._revert(why)
             case Enter(phase, keep_canary):
-                soak = Soak(began_at=self._now()) if phase == "soak" else None
+                soak = Soak(began_at=self._now()) if phase == "soak" else self.rollout.soak
                 canary = self.rollout.canary if keep_canary else None
                 self._save(replace(self.rollout, phase=phase, canary=canary, soak=soak))
                 self._tell(phase)
@@ -205,7 +205,7 @@ class Controller:
         except NoCountersError as error:
             go_on = policy.undecided == "go_on"
             verdict = Verdict("pass" if go_on else "fail", f"the soak cannot be judged: {error}")
-        self._save(replace(self.rollout, soak=soak))
+        self._save(replace(self.rollout, soak=replace(soak, verdict=verdict.why if verdict else soak.verdict)))
         if verdict is None or verdict.outcome == "extend":
             why = verdict.why if verdict else f"{elapsed_s:.0f} s of {policy.min_s * 2**soak.looks:.0f} s"
             self._wait(f"soak of {self.rollout.canary}: {why}", self.policy.soak_tick_s, again=verdict is not None)

@@ -83,6 +83,8 @@ class Soak:
     intervals: tuple[Interval, ...] = ()
     last: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Replica → its counts at the last scrape."""
+    verdict: str = ""
+    """What the last look said."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
