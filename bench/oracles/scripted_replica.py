@@ -22,6 +22,8 @@ class Script:
 
     refuses: str | None = None
     """A version that it doesn't take."""
+    refuses_file: Path | None = None
+    """The same, for as long as the file is there."""
     keeps_weights: bool = False
     """It says that it swapped, and its live weights stay."""
     tokens_after_swap: list[int] = field(default_factory=lambda: list(TOKENS))
@@ -100,7 +102,7 @@ class ScriptedReplica:
         }
 
     def _swap(self, order: dict[str, str]) -> tuple[int, Any]:
-        if order["version"] == self.script.refuses:
+        if order["version"] in (self.script.refuses, _text(self.script.refuses_file)):
             reason = "the worker ran out of memory; the old drafter serves again"
             return 500, {"status": "failed", "reason": reason}
         if order["expected_version"] != self.version:
@@ -184,17 +186,21 @@ def _handler(replica: ScriptedReplica) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def _text(path: Path | None) -> str | None:
+    return path.read_text() if path is not None and path.exists() else None
+
+
 def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("version")
-    parser.add_argument("--refuses")
+    parser.add_argument("--refuses-file", type=Path)
     parser.add_argument("--swap-s", type=float, default=0.0)
     parser.add_argument("--reply-s", type=float, default=0.0)
     a = parser.parse_args()
-    script = Script(refuses=a.refuses, swap_s=a.swap_s, reply_s=a.reply_s)
+    script = Script(refuses_file=a.refuses_file, swap_s=a.swap_s, reply_s=a.reply_s)
     ScriptedReplica(a.folder, a.version, script, port=a.port)
     threading.Event().wait()
 
