@@ -35,8 +35,7 @@ logger = logging.getLogger("slipstream")
 def run(config: Config, version: str | None = None) -> Release:
     """The release of a version (None: the approved one) on every replica, canary replica first.
 
-    A deploy that was interrupted is gone on with, whatever is approved by now. Replicas that serve the version already
-    are left alone.
+    A deploy that was interrupted is gone on with first. Replicas that serve the version already are left alone.
 
     Raises: StageError when there is no version that may be deployed, or another process is in charge; SwapError when a
     replica did not take it, or the canary replica's soak failed: the fleet serves then what it served before, and
@@ -46,7 +45,9 @@ def run(config: Config, version: str | None = None) -> Release:
         if (begun := unfinished(config.root)) is not None:
             if version not in (None, begun.version):
                 raise StageError(_under_way(begun, f"version {version} can be deployed after that"))
-            return go_on(config, term, begun)
+            release = go_on(config, term, begun)
+            if version is not None or release.reason != "deploy":
+                return release
         registry = Registry(config.promote.tracking_uri, config.root)
         version = _approved(registry, config.model_name) if version is None else version
         _require_passed(registry, config.model_name, version)

@@ -50,9 +50,8 @@ class ByEndpoint:
             allow_changed_outputs=reference is None,
             timeout_s=self.timeout_s,
         )
-        cost = outcome.as_dict()
-        names = ("pause_s", "changed_outputs", "live_fingerprint", "prefix_cache_reset", "before", "after")
-        return {name: cost[name] for name in names}
+        known = ("url", "version", "previous", "previous_folder", "previous_sha256", "previous_live_fingerprint")
+        return {name: value for name, value in outcome.as_dict().items() if name not in known}
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,9 @@ class Controller:
             verdict = Verdict("pass" if go_on else "fail", f"the soak cannot be judged: {error}")
         self._save(replace(self.rollout, soak=replace(soak, verdict=verdict.why if verdict else soak.verdict)))
         if verdict is None or verdict.outcome == "extend":
-            why = verdict.why if verdict else f"{elapsed_s:.0f} s of {policy.min_s * 2**soak.looks:.0f} s"
-            self._wait(f"soak of {self.rollout.canary}: {why}", self.policy.soak_tick_s, again=verdict is not None)
+            due_s = min(policy.min_s * 2**soak.looks, policy.max_s)
+            told = f"{verdict.why}; " if verdict else ""
+            self._wait(f"soak of {self.rollout.canary}: {told}judged after {due_s:g} s", self.policy.soak_tick_s)
         elif verdict.outcome == "fail":
             self._revert(f"soak of {self.rollout.canary}: {verdict.why}")
         else:
@@ -244,8 +245,8 @@ class Controller:
         logger.warning("deploy: going back: %s", why)
         self._save(self.rollout.reverting(why))
 
-    def _wait(self, why: str, seconds: float | None = None, *, again: bool = False) -> None:
-        if why != self._told or again:
+    def _wait(self, why: str, seconds: float | None = None) -> None:
+        if why != self._told:
             logger.info("deploy: %s", why)
             self._told = why
         time.sleep(self.policy.tick_s if seconds is None else seconds)
@@ -264,7 +265,8 @@ class Controller:
             logger.warning("deploy: %s is %s: %s", record.name, record.state, record.why)
 
     def _goal(self) -> str:
-        goal: Drafter | None = self.rollout.base if self.rollout.phase == "reverting" else self.rollout.target
+        is_back = self.rollout.phase in ("reverting", "reverted", "stopped")
+        goal: Drafter | None = self.rollout.base if is_back else self.rollout.target
         return f"version {goal.version}" if goal else "what they served before"
 
     def _save(self, rollout: Rollout) -> None:

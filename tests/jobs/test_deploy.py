@@ -1,14 +1,18 @@
 """The order of a rollout and its failures, against scripted replicas that speak the control protocol."""
 
+import _thread
+import argparse
+import json
 import shutil
+import time
 
 import pytest
 
 from bench.oracles.scripted_replica import TOKEN, ScriptedReplica
-from jobs import deploy
+from jobs import deploy, status
 from jobs.adopt import first_champion
 from jobs.in_charge import in_charge
-from jobs.ledger import releases
+from jobs.ledger import releases, unfinished
 from jobs.registry import PASSED, Registry
 from pipeline.artifacts import DrafterCheckpoint, Release, verify
 from pipeline.config import Config
@@ -209,3 +213,144 @@ def test_a_version_whose_last_verdict_withdrew_it_is_not_deployed(fleet, state):
     with pytest.raises(StageError, match=rf"version 2 is {state} now \(decision g9 is hold\)"):
         deploy.run(config)
     assert [replica.swaps for replica in replicas] == [[], []]
+
+
+def interrupted_at_the_second_replica(config, replicas, version=None):
+    """A deploy that ends with Ctrl-C while the second replica swaps."""
+    real, once = replicas[1].answer, []
+
+    def answer(path, headers, body):
+        if path == "/slipstream/swap" and not once:
+            once.append(True)
+            _thread.interrupt_main()
+            time.sleep(0.2)
+        return real(path, headers, body)
+
+    replicas[1].answer = answer
+    with pytest.raises(KeyboardInterrupt):
+        deploy.run(config, version)
+    assert unfinished(config.root).phase == "waves"
+
+
+def test_an_interrupted_deploy_is_gone_on_with_before_what_is_approved_by_now(fleet):
+    config, registry, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    registry.set_alias(config.model_name, "approved", "3")
+    with pytest.raises(StageError, match=r"release 000001-v2 \(deploy of version 2\) is not finished.*version 3 can"):
+        deploy.run(config, "3")
+    with pytest.raises(StageError, match=r"not finished.*`slipstream deploy --abort` serves version 1 again"):
+        deploy.rollback(config)
+    release = deploy.run(config, "2")
+    assert (release.derivation_id, release.version, release.phase) == ("000001-v2", "2", "converged")
+    assert [replica.swaps for replica in replicas] == [[("1", "2")], [("1", "2")]]
+    interrupted_at_the_second_replica(config, replicas)
+    registry.set_alias(config.model_name, "approved", "1")
+    assert [one.version for one in (deploy.run(config), *releases(config.root))] == ["1", "2", "3", "1"]
+    assert champion(config, registry) == "1"
+
+
+def test_an_abort_where_nobody_is_in_charge_puts_the_fleet_back_itself(fleet):
+    config, registry, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    release = deploy.abort(config)
+    assert (release.phase, release.why.startswith("aborted by ")) == ("reverted", True)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "1"
+    with pytest.raises(StageError, match="no deploy is under way, so there is nothing to abort"):
+        deploy.abort(config)
+
+
+def test_a_pause_holds_for_the_next_controller_too_until_somebody_resumes(fleet):
+    config, registry, replicas = fleet
+    with pytest.raises(StageError, match="nothing to pause"):
+        deploy.pause(config)
+    interrupted_at_the_second_replica(config, replicas)
+    assert deploy.pause(config).derivation_id == "000001-v2"
+    with in_charge(config.root, "deploy"):
+        assert deploy.resume(config).ended is None  # whoever is in charge goes on
+    deploy.pause(config)
+    release = deploy.resume(config)
+    assert (release.phase, champion(config, registry)) == ("converged", "2")
+
+
+def test_a_replica_that_came_up_with_something_else_gets_the_champion(fleet):
+    config, registry, replicas = fleet
+    deploy.run(config)
+    assert deploy.reconcile(config) is None
+    replicas[1].serve(registry.download(config.model_name, "1"), "1")
+    release = deploy.reconcile(config)
+    assert (release.version, release.previous, release.reason) == ("2", "2", "reconcile")
+    assert [replica.version for replica in replicas] == ["2", "2"]
+    assert replicas[0].swaps == [("1", "2")]
+    assert [move.reason for move in registry.history(config.model_name, "champion")][-1] == "deploy"
+    assert deploy.reconcile(config) is None
+
+
+def test_reconciling_goes_on_with_the_others_and_names_who_is_left(fleet):
+    config, registry, replicas = fleet
+    deploy.run(config)
+    for replica in replicas:
+        replica.serve(registry.download(config.model_name, "1"), "1")
+    replicas[0].script.status_code = 503
+    with pytest.raises(SwapError, match=r"the engine is gone\. These do not serve version 2; the others do"):
+        deploy.reconcile(config)
+    assert [replica.version for replica in replicas] == ["1", "2"]
+    replicas[0].script.status_code = 200
+    deploy.reconcile(config)
+    assert [replica.version for replica in replicas] == ["2", "2"]
+
+
+def test_what_the_gate_measured_is_what_a_soak_without_other_traffic_compares_with(fleet):
+    config, registry, _ = fleet
+    report = {
+        "kind": "reports",
+        "derivation_id": "r1",
+        "parents": {"champion": "d1", "challenger": "d2"},
+        "measured": {"champion": {"served_acceptance_length": 2.1}, "challenger": {"served_acceptance_length": 2.4}},
+    }
+    body = json.dumps(report).encode()
+    registry.attach(config.model_name, "2", {"manifests/reports-r1.json": body}, folder="attached/g1")
+    assert deploy.run(config).promise == 2.4
+
+
+def test_the_command_takes_one_thing_at_a_time_and_says_what_it_did(fleet, capsys):
+    config, _, replicas = fleet
+
+    def command(*arguments):
+        parser = argparse.ArgumentParser()
+        deploy.add_arguments(parser)
+        deploy.main(config, parser.parse_args(arguments))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert command() == "version 2 serves on 2 replica(s), champion (was 1)"
+    assert command("--reconcile") == "every replica serves the champion"
+    assert command("--rollback") == "version 1 serves on 2 replica(s), champion (was 2)"
+    with pytest.raises(ConfigError, match="give a version or one of --rollback"):
+        command("2", "--abort")
+    interrupted_at_the_second_replica(config, replicas, "2")
+    assert command("--pause") == "release 000003-v2: asked to pause; `slipstream status` shows how far it is"
+    assert command("--abort").startswith("release 000003-v2 was put back, version 1 serves: aborted by ")
+
+
+def test_status_tells_what_each_replica_serves_since_when_and_what_it_accepts(fleet):
+    config, _, replicas = fleet
+    deploy.run(config)
+    replicas[0].counts.update(num_drafts=1000, num_draft_tokens=7000, num_accepted_tokens=1000)
+    replicas[0].script.accepted_per_draft = {"2": 3}
+    replicas[1].script.status_code = 503
+    lines = [line.split(None, 3) for line in status.run(config)]
+    shown = {line[0]: line[1:] for line in lines if line and line[0] in {replica.url for replica in replicas}}
+    version, since, acceptance = shown[replicas[0].url]
+    assert (version, since[:2], acceptance.strip()[:4]) == ("2", "20", "1.96")
+    assert shown[replicas[1].url][:2] == ["-", "-"] and "the engine is gone" in shown[replicas[1].url][2]
+
+
+def test_status_names_the_deploy_under_way_and_who_is_in_charge(fleet):
+    config, _, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    deploy.pause(config)
+    (line,) = [line for line in status.run(config) if line.startswith("release")]
+    assert "release 000001-v2 (deploy of version 2): waves, 1 of 2 replicas done, paused by " in line
+    assert line.endswith("(nobody is in charge: slipstream deploy goes on)")
+    with in_charge(config.root, "deploy"):
+        assert any("another process is in charge" in line for line in status.run(config))
