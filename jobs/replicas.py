@@ -12,10 +12,11 @@ from pipeline.errors import ConfigError, SwapError
 from serving.errors import DeployError
 from serving.fleet.change import ByCommand, ByEndpoint
 from serving.fleet.controller import Fleet
-from serving.fleet.counters import Counts, counts_of, scrape
+from serving.fleet.counters import Counts, counts_of
 from serving.fleet.kubernetes import KubernetesService
 from serving.fleet.replicas import Address, Discover, Seen, look_at_all, static
 from serving.fleet.rollout import Policy
+from serving.fleet.sample import counts_or_none
 from serving.fleet.soak import SoakPolicy
 
 ANY = 1 << 30
@@ -117,7 +118,8 @@ def table(config: Config) -> list[list[str]]:
     addresses = listed(config)
     seen = look_at_all(addresses, token(config), timeout_s=_STATUS_TIMEOUT_S)
     with ThreadPoolExecutor(min(32, max(1, len(addresses)))) as pool:
-        counts = dict(zip((one.name for one in addresses), pool.map(_counts, addresses), strict=True))
+        found = pool.map(lambda one: counts_or_none(one.url) if one.ready else None, addresses)
+        counts = {one.name: counted for one, counted in zip(addresses, found, strict=True)}
     changed = {
         (one["name"], one["version"]): one
         for release in releases(config.root)
@@ -158,10 +160,3 @@ def _served(seen: Seen, changed: dict[str, Any] | None, counts: Counts | None) -
     length = (grown or counts).acceptance_length if counts else None
     told = (seen.status or {}).get("since") or since or "-"  # the replica's own word comes first
     return [seen.drafter.version, str(told), "-" if length is None else f"{length:.2f}"]
-
-
-def _counts(address: Address) -> Counts | None:
-    try:
-        return scrape(address.url, timeout_s=_STATUS_TIMEOUT_S) if address.ready else None
-    except DeployError:
-        return None

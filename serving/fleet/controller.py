@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from serving.deploy import run_probe
 from serving.errors import DeployError
 from serving.fleet.change import Way, tokens_hash, verify
-from serving.fleet.counters import Counts, NoCountersError, counts_of, scrape
+from serving.fleet.counters import NoCountersError
 from serving.fleet.replicas import Address, Discover, Drafter, Seen, look, look_at_all
 from serving.fleet.rollout import FORWARD, Policy, Record, Rollout, Soak
-from serving.fleet.soak import Interval, Verdict, is_due, judge
+from serving.fleet.sample import counts_or_none, sampled
+from serving.fleet.soak import Verdict, is_due, judge
 from serving.fleet.steps import Change, Enter, Name, Revert, Sample, Step, Wait, next_step, observe
 
 logger = logging.getLogger("slipstream")
@@ -165,7 +166,7 @@ class Controller:
                 change = way(record.url, goal, now.version, reference)
         except DeployError as error:
             return self._refused(record, error)
-        shown = {"version": goal.version, "since": _iso(self._now()), "counts": _counts_or_none(record.url)}
+        shown = {"version": goal.version, "since": _iso(self._now()), "counts": counts_or_none(record.url)}
         return replace(record, state="serving", why="", change=change, **shown)
 
     @property
@@ -196,7 +197,7 @@ class Controller:
         assert soak is not None and policy is not None
         elapsed_s = self._now() - soak.began_at
         try:
-            soak = self._sampled(soak, seen)
+            soak = sampled(soak, self.rollout, seen)
             verdict = None
             if is_due(soak.looks, elapsed_s, policy):
                 judged = {"looks": soak.looks, "elapsed_s": elapsed_s, "promise": self.rollout.promise}
@@ -215,31 +216,6 @@ class Controller:
         else:
             logger.info("deploy: soak of %s passed: %s", self.rollout.canary, verdict.why)
             self._save(replace(self.rollout, phase="waves"))
-
-    def _sampled(self, soak: Soak, seen: Mapping[str, Seen]) -> Soak:
-        """The soak with one more interval. Raises: NoCountersError for the canary replica."""
-        canary, now = self.rollout.canary, {}
-        drafts = {True: 0, False: 0}
-        accepted = {True: 0, False: 0}
-        for record in self.rollout.replicas:
-            is_canary = record.name == canary
-            if not seen[record.name].is_up or (record.state == "serving" and not is_canary):
-                continue  # down, or on the new drafter too
-            try:
-                counts = scrape(record.url)
-            except NoCountersError:
-                if is_canary:
-                    raise
-                continue
-            except DeployError as error:
-                logger.warning("deploy: %s", error)
-                continue
-            now[record.name] = counts.as_dict()
-            if (grown := counts.since(counts_of(soak.last.get(record.name)))) is not None:
-                drafts[is_canary] += grown.num_drafts
-                accepted[is_canary] += grown.num_accepted_tokens
-        interval = Interval(drafts[True], accepted[True], drafts[False], accepted[False])
-        return replace(soak, last=now, intervals=(*soak.intervals, interval) if soak.last else soak.intervals)
 
     def _revert(self, why: str) -> None:
         logger.warning("deploy: going back: %s", why)
@@ -273,13 +249,6 @@ class Controller:
         if rollout != self.rollout:
             self.ledger.save(rollout)
             self.rollout = rollout
-
-
-def _counts_or_none(url: str) -> Counts | None:
-    try:
-        return scrape(url)
-    except DeployError:
-        return None
 
 
 def _iso(at: float) -> str:
