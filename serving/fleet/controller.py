@@ -12,7 +12,7 @@ from serving.deploy import run_probe
 from serving.errors import DeployError
 from serving.fleet.change import Way, tokens_hash, verify
 from serving.fleet.counters import NoCountersError
-from serving.fleet.replicas import Address, Discover, Drafter, Seen, look, look_at_all
+from serving.fleet.replicas import Address, Discover, Drafter, Seen, look, look_at_all, understood
 from serving.fleet.rollout import FORWARD, Policy, Record, Rollout, Soak
 from serving.fleet.sample import counts_or_none, sampled
 from serving.fleet.soak import Verdict, is_due, judge
@@ -149,7 +149,8 @@ class Controller:
             why = f"{record.url}: does not stay up with it, {record.changes} changes were begun"
             return replace(record, state="failed", why=why)
         try:
-            reference = tokens_hash(run_probe(record.url, self.fleet.probe)) if self._compares else None
+            with understood(record.url):
+                reference = tokens_hash(run_probe(record.url, self.fleet.probe)) if self._compares else None
         except DeployError as error:
             return self._refused(record, error)
         changes = record.changes + 1
@@ -160,10 +161,11 @@ class Controller:
         reference = record.reference if self._compares else None
         way = self.fleet.in_place if seen.in_place else self.fleet.restart
         try:
-            if goal.same_as(now):  # an interrupted change got so far, and did not prove itself
-                change = verify(record.url, seen, self.fleet.probe, reference=reference)
-            else:
-                change = way(record.url, goal, now.version, reference)
+            with understood(record.url):
+                if goal.same_as(now):  # an interrupted change got so far, and did not prove itself
+                    change = verify(record.url, seen, self.fleet.probe, reference=reference)
+                else:
+                    change = way(record.url, goal, now.version, reference)
         except DeployError as error:
             return self._refused(record, error)
         shown = {"version": goal.version, "since": _iso(self._now()), "counts": counts_or_none(record.url)}

@@ -6,6 +6,7 @@ Source: the names in vLLM's v1/spec_decode/metrics.py.
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from typing import Any, Self
 
 from serving.errors import DeployError
@@ -64,7 +65,7 @@ def scrape(url: str, *, timeout_s: float = 10.0) -> Counts:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
             text = answer.read().decode()
-    except (OSError, ValueError) as error:
+    except (HTTPException, OSError, ValueError) as error:
         raise DeployError(f"{url}/metrics: could not be read ({error})")
     return parse(text, where=f"{url}/metrics")
 

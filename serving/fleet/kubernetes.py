@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class KubernetesService:
         except urllib.error.HTTPError as error:
             allow = "; its role needs `list` on endpointslices in discovery.k8s.io" if error.code == 403 else ""
             raise DeployError(f"Kubernetes API: HTTP {error.code} for {path}{allow}")
-        except (OSError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             raise DeployError(f"Kubernetes API at {_api_server()} could not be asked ({error})")
 
     def _namespace(self) -> str:

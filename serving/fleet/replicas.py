@@ -1,8 +1,10 @@
 """Where the replicas of a fleet are, and what each of them serves now."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from typing import Any, Self
 
 from serving import deploy
@@ -73,9 +75,22 @@ def look(address: Address, token: str, *, timeout_s: float = LOOK_TIMEOUT_S) -> 
     if not address.ready:
         return Seen(None, f"{address.name}: not ready")
     try:
-        now = deploy.status(address.url, token, timeout_s=timeout_s)
+        with understood(address.url):
+            return _seen(address, deploy.status(address.url, token, timeout_s=timeout_s))
     except DeployError as error:
         return Seen(None, str(error))
+
+
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """Raises: DeployError for an answer that breaks off (its replica was killed), or lacks what every one has."""
+    try:
+        yield
+    except (HTTPException, OSError, LookupError, TypeError) as error:
+        raise DeployError(f"{url}: its answer breaks off or lacks something ({type(error).__name__}: {error})")
+
+
+def _seen(address: Address, now: Mapping[str, Any]) -> Seen:
     can = now.get("swap")
     in_place = not isinstance(can, Mapping) or can.get("how") is not None
     if now["paused"]:

@@ -1,9 +1,13 @@
 """What is read from vLLM's Prometheus exposition. The text is as vLLM 0.32 writes it."""
 
+import socket
+import threading
+
 import pytest
 
 from serving.errors import DeployError
 from serving.fleet.counters import Counts, NoCountersError, parse, scrape
+from serving.fleet.replicas import Address, look
 
 EXPOSITION = """\
 # HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
@@ -51,3 +55,40 @@ def test_a_replica_without_the_counters_is_told_from_one_that_cannot_be_reached(
     with pytest.raises(DeployError, match="could not be read") as failure:
         scrape("http://127.0.0.1:9", timeout_s=1)
     assert not isinstance(failure.value, NoCountersError)
+
+
+def answering(payload):
+    """A port where every connection gets these bytes and is closed."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(payload)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listening
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{", "IncompleteRead"),
+        (b'HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n{"status": "ok"}', "KeyError"),
+        (b"nonsense\r\n\r\n", "BadStatusLine"),
+        (b"", "not reachable"),
+    ],
+    ids=["killed amid its answer", "lacks everything", "no HTTP", "closed at once"],
+)
+def test_an_answer_that_cannot_be_used_is_a_replica_that_does_not_serve(payload, words):
+    with answering(payload) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        seen = look(Address(url, url), "token", timeout_s=2)
+        assert not seen.is_up and words in seen.why
+        with pytest.raises(DeployError):
+            scrape(url, timeout_s=2)
