@@ -4,6 +4,7 @@ import _thread
 import argparse
 import json
 import shutil
+import signal
 import time
 
 import pytest
@@ -227,8 +228,12 @@ def interrupted_at_the_second_replica(config, replicas, version=None):
         return real(path, headers, body)
 
     replicas[1].answer = answer
-    with pytest.raises(KeyboardInterrupt):
-        deploy.run(config, version)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            deploy.run(config, version)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert unfinished(config.root).phase == "waves"
 
 
