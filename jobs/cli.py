@@ -61,11 +61,15 @@ def _speed_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _deploy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("version", nargs="?", help="version number; without it, the approved one")
+    parser.add_argument("--reconcile", action="store_true", help="the champion, onto replicas that serve another")
+    parser.add_argument("--pause", action="store_true", help="the deploy under way begins no further step")
+    parser.add_argument("--resume", action="store_true", help="it goes on; here, where its process is gone")
+    parser.add_argument("--abort", action="store_true", help="every replica is put back; here, where it is gone")
     parser.set_defaults(rollback=False)
 
 
 def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(rollback=True, version=None)
+    parser.set_defaults(rollback=True, version=None, reconcile=False, pause=False, resume=False, abort=False)
 
 
 def _erase_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +183,8 @@ COMMANDS: dict[str, Command] = {
         "jobs.deploy",
         "swap the approved version, or the one named, into every replica; or put the old one back",
         "slipstream deploy 2",
+        more="Canary replica first, then waves of deploy.max_unavailable. Where its process was killed, the same\n"
+        "command goes on. --pause, --resume and --abort reach a deploy that runs elsewhere.",
         needs_ray=False,
         add_arguments=_deploy_arguments,
     ),
@@ -221,7 +227,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "status": Command(
         "jobs.status",
-        "what is complete under the run root, and which versions carry which alias",
+        "what is complete under the run root, which versions carry which alias, and what every replica serves",
         "slipstream status",
         needs_ray=False,
     ),

@@ -241,7 +241,7 @@ def _deploy_under_load(config: Config, server: VllmServer, version: str) -> dict
     for reply in driver.replies:
         changed += reply.ok and first.setdefault(reply.index, reply.token_ids) != reply.token_ids
     swap = {
-        "pause_s": max(replica["pause_s"] for release in releases for replica in release.replicas),
+        "pause_s": max(replica["change"]["pause_s"] for release in releases for replica in release.replicas),
         "failed_requests": sum(not reply.ok for reply in driver.replies),
         "changed_outputs": changed,
         "num_requests": len(driver.replies),

@@ -1,8 +1,10 @@
 """Deploy: an approved version onto every replica, verified or put back; then the alias `champion`.
 
-python jobs/deploy.py --config slipstream.toml             the approved version
-python jobs/deploy.py --config slipstream.toml 2           a version by its number
-python jobs/deploy.py --config slipstream.toml --rollback  the champion before
+python jobs/deploy.py --config slipstream.toml              the approved version, or what a killed deploy was at
+python jobs/deploy.py --config slipstream.toml 2            a version by its number
+python jobs/deploy.py --config slipstream.toml --rollback   the champion before
+python jobs/deploy.py --config slipstream.toml --reconcile  the champion, onto replicas that serve something else
+python jobs/deploy.py --config slipstream.toml --pause      also --resume, --abort: to the deploy that is under way
 """
 
 import argparse
@@ -10,152 +12,115 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import preflight
+from jobs import replicas
+from jobs.in_charge import in_charge, who_is_in_charge
+from jobs.ledger import give_order, unfinished
 from jobs.registry import PASSED, WHY, Registry
+from jobs.rollout import RECONCILE, begin, drafter_of, go_on
 from jobs.session import job_main
-from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, commit, find, load
+from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, find
 from pipeline.config import Config
-from pipeline.errors import ConfigError, StageError, SwapError
-from pipeline.stages import exclusive, open_artifact, set_current
-from serving.deploy import SwapOutcome, status, swap_replica
-from serving.errors import DeployError
+from pipeline.errors import ConfigError, StageError
+from pipeline.stages import open_artifact, set_current
+from serving.fleet.replicas import look_at_all
 
 logger = logging.getLogger("slipstream")
 
-# Greedy, one at a time, before and after: they prove that the replica drafts and that its answers stay the same.
-PROBE = tuple(
-    {"messages": [{"role": "user", "content": text}], "max_tokens": 16}
-    for text in (
-        "Write one sentence about the sea.",
-        "List the days of the week.",
-        "Explain in two sentences why bread rises.",
-    )
-)
-
 
 def run(config: Config, version: str | None = None) -> Release:
-    """The release of a version (None: the approved one) on every replica of ``serving.replicas``.
+    """The release of a version (None: the approved one) on every replica, canary replica first.
 
-    Replicas that serve it already are left alone, so an interrupted deploy is finished by the next one.
+    A deploy that was interrupted is gone on with first. Replicas that serve the version already are left alone.
 
-    Raises: StageError when there is no version that may be deployed; SwapError when a replica did not take
-    it: every replica serves then what it served before, and ``champion`` stays.
+    Raises: StageError when there is no version that may be deployed, or another process is in charge; SwapError when a
+    replica did not take it, or the canary replica's soak failed: the fleet serves then what it served before, and
+    ``champion`` stays.
     """
-    registry = Registry(config.promote.tracking_uri, config.root)
-    version = _approved(registry, config.model_name) if version is None else version
-    return _deploy(config, registry, version, reason="deploy")
+    with in_charge(config.root, "deploy") as term:
+        if (begun := unfinished(config.root)) is not None:
+            if version not in (None, begun.version):
+                raise StageError(_under_way(begun, f"version {version} can be deployed after that"))
+            release = go_on(config, term, begun)
+            if version is not None or release.reason != "deploy":
+                return release
+        registry = Registry(config.promote.tracking_uri, config.root)
+        version = _approved(registry, config.model_name) if version is None else version
+        _require_passed(registry, config.model_name, version)
+        return begin(config, registry, term, version, reason="deploy")
 
 
 def rollback(config: Config) -> Release:
     """The release of the champion before the present one; again, the one before that.
 
-    Raises: StageError when there was none.
+    Raises: StageError when there was none, or a deploy is under way: that one is aborted instead.
     """
-    registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
-    champions = _champions(registry, model)
-    if len(champions) < 2:
-        raise StageError(
-            f"{model}: no earlier champion to go back to (champions so far: {', '.join(champions) or 'none'}); "
-            "`slipstream deploy N` serves a version by its number"
-        )
-    return _deploy(config, registry, champions[-2], reason="rollback")
+    with in_charge(config.root, "rollback") as term:
+        if (begun := unfinished(config.root)) is not None:
+            if begun.reason == "rollback":
+                return go_on(config, term, begun)
+            raise StageError(_under_way(begun, f"`slipstream deploy --abort` serves version {begun.previous} again"))
+        registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
+        champions = _champions(registry, model)
+        if len(champions) < 2:
+            raise StageError(
+                f"{model}: no earlier champion to go back to (champions so far: {', '.join(champions) or 'none'}); "
+                "`slipstream deploy N` serves a version by its number"
+            )
+        _require_passed(registry, model, champions[-2])
+        return begin(config, registry, term, champions[-2], reason="rollback")
 
 
-def _deploy(config: Config, registry: Registry, version: str, *, reason: str) -> Release:
-    model, token = config.model_name, _token(config)
-    with exclusive(config.root / Release.kind, "deploy"):
-        _require_passed(registry, model, version)
-        folder = registry.download(model, version)
-        sha256 = preflight.check(config, folder).sha256
-        previous = registry.settled(model, "champion")
-        before = {url: _status(config, url, token) for url in config.serving.replicas}
-        swaps: list[SwapOutcome] = []
-        try:
-            for url, now in before.items():
-                if not _serves(now, version, sha256):
-                    swaps.append(_swap(config, url, token, folder, version, sha256, now["version"]))
-            after = {url: _status(config, url, token) for url in before}
-            if behind := [url for url, now in after.items() if not _serves(now, version, sha256)]:
-                raise SwapError(f"{', '.join(behind)}: no longer serving version {version}; restarted meanwhile?")
-            registry.set_alias(model, "champion", version, expected=previous, reason=reason)
-        except (DeployError, StageError, SwapError) as error:
-            raise SwapError(f"{error}. {_put_back(config, token, swaps)}. Champion is still version {previous}")
-        return _record(config, folder, version, previous=previous, reason=reason, swaps=swaps, after=after)
+def reconcile(config: Config) -> Release | None:
+    """The release by which replicas that came up with something else got the champion; None where none had.
+
+    A deploy that was interrupted is gone on with instead. Raises: StageError when there is no champion, or another
+    process is in charge; SwapError naming the replicas that are down or did not take it.
+    """
+    with in_charge(config.root, RECONCILE) as term:
+        if (begun := unfinished(config.root)) is not None:
+            return go_on(config, term, begun)
+        registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
+        champion = registry.settled(model, "champion")
+        if champion is None:
+            raise StageError(f"{model}: no champion yet, so there is nothing that replicas should serve")
+        served = drafter_of(registry, model, champion)
+        seen = look_at_all(replicas.listed(config), replicas.token(config))
+        if all(served.same_as(one.drafter) for one in seen.values()):
+            return None
+        return begin(config, registry, term, champion, reason=RECONCILE)
 
 
-def _serves(now: Mapping[str, Any], version: str, sha256: str) -> bool:
-    return (now["version"], now["sha256"]) == (version, sha256)
+def pause(config: Config) -> Release:
+    """The release under way, which begins no further step. Raises: StageError where none is."""
+    return give_order(config.root, "pause")
 
 
-def _swap(config: Config, url: str, token: str, folder: Path, version: str, sha256: str, expected: str) -> SwapOutcome:
-    outcome = swap_replica(
-        url,
-        token,
-        folder=folder,
-        version=version,
-        sha256=sha256,
-        expected_version=expected,
-        probe=PROBE,
-        # In half precision near-ties move with the batch shape, between two plain runs too.
-        allow_changed_outputs=config.target.dtype != "float32",
-    )
-    logger.info("deploy: %s serves version %s, paused %.2f s", url, version, outcome.pause_s)
-    return outcome
+def resume(config: Config) -> Release:
+    """The release under way, no longer paused; gone on with here where nobody is in charge. Raises: as ``run``."""
+    begun = give_order(config.root, "resume")
+    return _take_over(config, begun)
 
 
-def _put_back(config: Config, token: str, swaps: Sequence[SwapOutcome]) -> str:
-    """What was done with the replicas that had swapped before another one failed."""
-    notes = []
-    for swap in reversed(swaps):
-        try:
-            old = (Path(swap.previous_folder), swap.previous, swap.previous_sha256)
-            _swap(config, swap.url, token, *old, swap.version)
-            notes.append(f"{swap.url}: version {swap.previous} serves again")
-        except DeployError as error:
-            notes.append(f"{swap.url}: COULD NOT BE PUT BACK ({error}); take it out and restart it")
-    return "; ".join(notes) or "No other replica had been swapped"
+def abort(config: Config) -> Release:
+    """The release under way, of which every replica is put back; here where nobody is in charge.
+
+    Raises: StageError where none is under way; SwapError when not every replica could be put back.
+    """
+    return _take_over(config, give_order(config.root, "abort"))
 
 
-def _record(
-    config: Config,
-    folder: Path,
-    version: str,
-    *,
-    previous: str | None,
-    reason: str,
-    swaps: Sequence[SwapOutcome],
-    after: dict[str, dict[str, Any]],
-) -> Release:
-    """The release, written; an event, so it is numbered, where other artifacts are named by what they came from."""
-    releases = sorted(artifact_dir(config.root, Release, "").glob("*/"))
-    last = find(releases[-1], Release) if releases else None
-    if last is not None and last.version == previous == version and not swaps:
-        logger.info("deploy: version %s serves on every replica already", version)
-        return last
-    swapped = {swap.url: swap.as_dict() for swap in swaps}
-    unchanged = {"pause_s": 0.0, "changed_outputs": 0}
-    release = Release(
-        derivation_id=f"{len(releases) + 1:06d}-v{version}",
-        parents={"drafter": load(folder, DrafterCheckpoint).derivation_id},
-        version=version,
-        previous=previous,
-        reason=reason,
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        replicas=[
-            {"url": url, "live_fingerprint": now["live_fingerprint"][0], **unchanged, **swapped.get(url, {})}
-            for url, now in after.items()
-        ],
-    )
-    commit(artifact_dir(config.root, Release, release.derivation_id), release)
-    return release
+def _take_over(config: Config, begun: Release) -> Release:
+    if (owner := who_is_in_charge(config.root)) is not None:
+        logger.info("%s; it was asked", owner)
+        return begun
+    with in_charge(config.root, "deploy") as term:
+        now = unfinished(config.root)
+        return begun if now is None else go_on(config, term, now, aborted_is_well=True)
 
 
 def remember_champion(config: Config, release: Release) -> None:
@@ -208,42 +173,50 @@ def _require_passed(registry: Registry, model: str, version: str) -> None:
         raise StageError(f"{model}: version {version} is {state} now ({why}); measure it again, then promote it")
 
 
-def _token(config: Config) -> str:
-    if not config.serving.replicas:
-        raise ConfigError(
-            "serving.replicas is empty, so there is nothing to deploy to; list the base URLs of the vLLM servers, "
-            "e.g. --set 'serving.replicas=[\"http://127.0.0.1:8000\"]'"
-        )
-    token = os.environ.get(config.serving.token_env, "")
-    if not token:
-        raise ConfigError(
-            f"{config.serving.token_env} is not set; export the token that the replicas were started with "
-            "(their SLIPSTREAM_CONTROL_TOKEN)"
-        )
-    return token
-
-
-def _status(config: Config, url: str, token: str) -> dict[str, Any]:
-    try:
-        return status(url, token)
-    except DeployError as error:
-        hint = f"; is {config.serving.token_env} the replica's token?" if "token" in str(error) else ""
-        raise SwapError(f"{error}{hint}")
+def _under_way(begun: Release, then: str) -> str:
+    return (
+        f"release {begun.derivation_id} ({begun.reason} of version {begun.version}) is not finished: `slipstream "
+        f"{'rollback' if begun.reason == 'rollback' else 'deploy'}` goes on with it; {then}"
+    )
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
-    """Deploy or roll back, and say what serves now."""
-    if arguments.rollback and arguments.version:
-        raise ConfigError(f"give a version ({arguments.version}) or --rollback, not both")
-    release = rollback(config) if arguments.rollback else run(config, arguments.version)
+    """Deploy, roll back, reconcile, or reach the deploy under way; and say what serves now."""
+    asked = [name for name in ("rollback", *ORDERS) if getattr(arguments, name)]
+    if len(asked) + (arguments.version is not None) > 1:
+        given = [*([arguments.version] if arguments.version else []), *(f"--{name}" for name in asked)]
+        raise ConfigError(f"give a version or one of --rollback, --reconcile, --pause, --resume, --abort: {given}")
+    if asked in (["pause"], ["resume"], ["abort"]):
+        release = {"pause": pause, "resume": resume, "abort": abort}[asked[0]](config)
+        if release.ended is None:
+            print(f"release {release.derivation_id}: asked to {asked[0]}; `slipstream status` shows how far it is")
+            return
+    elif asked == ["reconcile"]:
+        release = reconcile(config)
+        if release is None:
+            print("every replica serves the champion")
+            return
+    else:
+        release = rollback(config) if asked else run(config, arguments.version)
+    if release.phase != "converged":
+        print(f"release {release.derivation_id} was put back, version {release.previous} serves: {release.why}")
+        return
     remember_champion(config, release)
-    print(f"version {release.version} serves on {len(release.replicas)} replica(s), champion (was {release.previous})")
+    serving = sum(one["state"] == "serving" for one in release.replicas)
+    print(f"version {release.version} serves on {serving} replica(s), champion (was {release.previous})")
+
+
+ORDERS = ("reconcile", "pause", "resume", "abort")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A version, or the way back."""
+    """A version, the way back, or an order."""
     parser.add_argument("version", nargs="?", help="version number; without it, the approved one")
     parser.add_argument("--rollback", action="store_true", help="serve the champion before the present one again")
+    parser.add_argument("--reconcile", action="store_true", help="the champion, onto replicas that serve another")
+    parser.add_argument("--pause", action="store_true", help="the deploy under way begins no further step")
+    parser.add_argument("--resume", action="store_true", help="it goes on; here, where its process is gone")
+    parser.add_argument("--abort", action="store_true", help="every replica is put back; here, where it is gone")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import capture, collect, deploy, evaluate, promote, regenerate, speed, stream, train, unlearn
+from jobs import capture, collect, deploy, evaluate, promote, regenerate, replicas, speed, stream, train, unlearn
 from jobs.session import job_main
 from pipeline import stages
 from pipeline.artifacts import (
@@ -97,7 +97,7 @@ def run(config: Config) -> Release | None:
         return None
     _, decision = judge(config, learned)
     version = promote.run(config, decision, learned.drafters["challenger"])
-    if not config.serving.replicas:
+    if not replicas.are_named(config):
         logger.info("loop: version %s is approved; set serving.replicas to deploy it", version)
         return None
     release = deploy.run(config)

@@ -1,4 +1,4 @@
-"""Status: what is complete under the run root, and which drafter versions carry which alias."""
+"""Status: what is complete under the run root, which versions carry which alias, and what every replica serves."""
 
 import argparse
 import sys
@@ -7,10 +7,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs import replicas
+from jobs.history import table
+from jobs.in_charge import who_is_in_charge
 from jobs.registry import UNLEARN_BY, Registry
 from jobs.session import job_main
 from pipeline import artifacts, stages
 from pipeline.config import Config
+from pipeline.errors import ConfigError, SwapError
 from pipeline.fingerprint import fingerprint_id, target_fingerprint
 
 ALIASES = ("champion", "approved", "challenger")
@@ -28,7 +32,11 @@ _KINDS: dict[str, type[artifacts.Manifest]] = {
 
 
 def run(config: Config) -> list[str]:
-    """One line an artifact and an alias. Nothing is made: a root without a registry has no versions."""
+    """One line an artifact, an alias and a replica. Nothing is made: a root without a registry has no versions."""
+    return [*_of_root(config), *_fleet_lines(config)]
+
+
+def _of_root(config: Config) -> list[str]:
     lines = [f"root {config.root}", _target_line(config), *_artifact_lines(config)]
     if config.promote.tracking_uri is None and not (config.root / "mlflow.db").exists():
         return [*lines, f"model {config.model_name}: nothing registered yet; slipstream init-drafter or adopt begins"]
@@ -39,6 +47,19 @@ def run(config: Config) -> list[str]:
         state = _of_version(registry, config.model_name, version) if version else "-"
         lines.append(f"  {alias:<11}{state}")
     return lines + [f"! {line}" for line in registry.log.disagreements(config.model_name)]
+
+
+def _fleet_lines(config: Config) -> list[str]:
+    """What every replica serves, and the deploy under way, as far as replicas are named and can be asked."""
+    if not replicas.are_named(config):
+        return []
+    lines = []
+    if (release := replicas.under_way(config)) is not None:
+        lines.append(f"{release} ({who_is_in_charge(config.root) or 'nobody is in charge: slipstream deploy goes on'})")
+    try:
+        return [*lines, *table(replicas.table(config))]
+    except (ConfigError, SwapError) as error:
+        return [*lines, f"replicas: {error}"]
 
 
 def _of_version(registry: Registry, model: str, version: str) -> str:

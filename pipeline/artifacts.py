@@ -194,17 +194,36 @@ class GateDecision(Manifest):
 
 
 class Release(Manifest):
-    """What one deploy did: which version every replica serves since, and what the swap cost."""
+    """A rollout. Unlike other manifests it is written before each step: it is the state that is gone on with."""
 
     kind: ClassVar[str] = "releases"
     version: str
+    """What every replica gets."""
     previous: str | None
     """The champion before."""
     reason: str
-    """deploy or rollback."""
+    """deploy, rollback or reconcile."""
     at: str
+    """When it began."""
+    ended: str | None = None
+    """When it ended; None while it is under way."""
+    phase: str
+    """canary, soak, waves, naming, reverting; at its end converged (the alias names it), reverted or stopped."""
+    why: str = ""
+    """Why it is on its way back."""
+    target: dict[str, str]
+    """version, folder and sha256 of what every replica gets; of ``base``, what is put back if that fails."""
+    base: dict[str, str] | None = None
+    canary: str | None = None
+    """Name of the canary replica."""
+    soak: dict[str, Any] | None = None
+    promise: float | None = None
+    """Acceptance length that the gate measured of this version."""
+    taken_over_at: float = 0.0
+    """When the present controller began, in seconds since 1970, as all plain numbers are."""
     replicas: list[dict[str, Any]] = []
-    """Each with url, pause_s, changed_outputs and live_fingerprint."""
+    """Each with name, url, state, why, since, change (pause_s, changed_outputs, live_fingerprint, …) and more: see
+    serving/fleet/rollout.py."""
 
 
 M = TypeVar("M", bound=Manifest)

@@ -16,6 +16,7 @@ from pydantic import (
 
 from pipeline.artifacts import Frozen
 from pipeline.collect_config import TABLE, WORD, CollectConfig, RetentionConfig, SourceConfig
+from pipeline.deploy_config import DeployConfig
 from pipeline.errors import ConfigError
 
 # What an engine of ours is always given; the settings of [target] and [regenerate] say with which values.
@@ -317,7 +318,7 @@ class ServingConfig(Frozen):
     """The vLLM server that this machine starts, and how replicas are reached."""
 
     replicas: tuple[str, ...] = ()
-    """Base URLs that deploy swaps."""
+    """Base URLs that deploy swaps; deploy.kubernetes_service names a service instead."""
     host: str = "127.0.0.1"
     port: int = 8000
     kv_cache_gib: int = Field(1, gt=0)
@@ -350,6 +351,7 @@ class Config(Frozen):
     gate: GateConfig = GateConfig()
     promote: PromoteConfig = PromoteConfig()
     serving: ServingConfig = ServingConfig()
+    deploy: DeployConfig = DeployConfig()
 
     @model_validator(mode="after")
     def _reuse_tells_adapters_apart(self) -> Self:

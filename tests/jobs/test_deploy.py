@@ -1,87 +1,27 @@
 """The order of a rollout and its failures, against scripted replicas that speak the control protocol."""
 
+import _thread
+import argparse
 import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+import signal
+import time
 
 import pytest
 
-from jobs import deploy
+from bench.oracles.scripted_replica import TOKEN, ScriptedReplica
+from jobs import deploy, status
 from jobs.adopt import first_champion
+from jobs.in_charge import in_charge
+from jobs.ledger import releases, unfinished
 from jobs.registry import PASSED, Registry
-from pipeline.artifacts import DrafterCheckpoint, Release, sha256_file, verify
+from pipeline.artifacts import DrafterCheckpoint, Release, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError, SwapError
-from pipeline.stages import current, exclusive, open_artifact
+from pipeline.stages import current, open_artifact
 from tests.jobs.checkpoints import as_checkpoint
 
-TOKEN = "s3cret"
-
-
-class ScriptedReplica:
-    """A server that answers like serving.control: the version it is told, and the failures that a test asks for."""
-
-    def __init__(self, folder: Path, version: str):
-        self.folder, self.version = Path(folder), version
-        self.swaps: list[tuple[str, str]] = []
-        self.fail_swap_to: str | None = None
-        self.keep_weights = False
-        self.probe_after_swap = [7, 8, 9]
-        replica = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self._answer(*replica.answer(self.path, self.headers, None))
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._answer(*replica.answer(self.path, self.headers, body))
-
-            def _answer(self, code, body):
-                payload = json.dumps(body).encode()
-                self.send_response(code)
-                self.send_header("content-length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def sha256(self):
-        return sha256_file(self.folder / "model.safetensors")
-
-    def answer(self, path, headers, body):
-        if path == "/v1/chat/completions":
-            tokens = self.probe_after_swap if self.swaps and self.version != self.swaps[0][0] else [7, 8, 9]
-            counts = {"num_spec_steps": 2, "num_accepted_draft_tokens": 1}
-            return 200, {"choices": [{"token_ids": tokens}], "metrics": {"speculative_decoding": counts}}
-        if headers.get("authorization") != f"Bearer {TOKEN}":
-            return 401, {"status": "refused", "reason": "the bearer token is missing or wrong"}
-        if path == "/slipstream/status":
-            return 200, {
-                "status": "ok",
-                "reason": None,
-                "version": self.version,
-                "folder": str(self.folder),
-                "sha256": self.sha256,
-                "live_fingerprint": [f"live-{'stale' if self.keep_weights else self.sha256[:8]}"],
-                "paused": False,
-            }
-        if body["version"] == self.fail_swap_to:
-            return 500, {"status": "failed", "reason": "the worker ran out of memory; the old drafter serves again"}
-        if body["expected_version"] != self.version:
-            return 409, {"status": "refused", "reason": f"version {self.version} serves"}
-        self.swaps.append((self.version, body["version"]))
-        previous, self.version, self.folder = self.version, body["version"], Path(body["folder"])
-        assert self.sha256 == body["sha256"]
-        return 200, {"status": "ok", "reason": None, "pause_s": 0.25, "previous": previous, "prefix_cache_reset": True}
+NO_SOAK = {"soak_min_steps": 0, "tick_s": 0.02, "dead_after_s": 0.3}
 
 
 @pytest.fixture
@@ -100,10 +40,9 @@ def fleet(mlflow_root, tiny, monkeypatch):
     served = registry.download(config.model_name, "1")
     replicas = [ScriptedReplica(served, "1") for _ in range(2)]
     urls = [replica.url for replica in replicas]
-    yield Config.model_validate({**base, "serving": {"replicas": urls}}), registry, replicas
+    yield Config.model_validate({**base, "serving": {"replicas": urls}, "deploy": NO_SOAK}), registry, replicas
     for replica in replicas:
-        replica.server.shutdown()
-        replica.server.server_close()
+        replica.close()
 
 
 def champion(config, registry):
@@ -116,9 +55,10 @@ def test_the_champion_moves_once_every_replica_has_swapped(fleet):
     assert [replica.swaps for replica in replicas] == [[("1", "2")], [("1", "2")]]
     assert champion(config, registry) == "2"
     assert (release.version, release.previous, release.reason) == ("2", "1", "deploy")
-    assert [(r["url"], r["pause_s"], r["changed_outputs"]) for r in release.replicas] == [
+    assert [(r["url"], r["change"]["pause_s"], r["change"]["changed_outputs"]) for r in release.replicas] == [
         (replica.url, 0.25, 0) for replica in replicas
     ]
+    assert (release.phase, release.canary) == ("converged", replicas[0].url)
     assert open_artifact(config.root, Release, release.derivation_id).manifest == release
     assert replicas[0].folder == config.root / "versions" / config.model_name / "2"
 
@@ -133,23 +73,24 @@ def test_deploying_what_serves_swaps_nothing_and_tells_of_the_same_release(fleet
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_replica_that_refuses_leaves_the_whole_fleet_as_it_was(fleet, failing):
     config, registry, replicas = fleet
-    replicas[failing].fail_swap_to = "2"
+    replicas[failing].script.refuses = "2"
     with pytest.raises(SwapError, match="out of memory") as failure:
         deploy.run(config)
     assert "Champion is still version 1" in str(failure.value)
     assert [replica.version for replica in replicas] == ["1", "1"]
     assert replicas[0].swaps == ([] if failing == 0 else [("1", "2"), ("2", "1")])
     assert champion(config, registry) == "1"
-    assert not (config.root / "releases").exists()
+    (release,) = releases(config.root)
+    assert (release.phase, release.version, release.ended is not None) == ("reverted", "2", True)
 
 
 @pytest.mark.parametrize("fault", ["weights stay", "answers change"])
 def test_a_swap_that_does_not_prove_itself_is_undone_everywhere(fleet, fault):
     config, registry, replicas = fleet
     if fault == "weights stay":
-        replicas[1].keep_weights = True
+        replicas[1].script.keeps_weights = True
     else:
-        replicas[1].probe_after_swap = [7, 8, 1]
+        replicas[1].script.tokens_after_swap = [7, 8, 1]
     with pytest.raises(SwapError):
         deploy.run(config)
     assert [replica.version for replica in replicas] == ["1", "1"]
@@ -161,7 +102,7 @@ def test_a_deploy_that_was_killed_halfway_is_finished_by_the_next(fleet):
     replicas[0].version, replicas[0].folder = "2", registry.download(config.model_name, "2")
     release = deploy.run(config)
     assert replicas[0].swaps == [] and replicas[1].swaps == [("1", "2")]
-    assert [r["pause_s"] for r in release.replicas] == [0.0, 0.25]
+    assert [r["change"]["pause_s"] for r in release.replicas] == [0.0, 0.25]
     assert champion(config, registry) == "2"
 
 
@@ -253,7 +194,7 @@ def test_each_thing_an_operator_forgets_has_its_own_message(fleet, monkeypatch):
 
 def test_two_deploys_at_once_are_one_deploy_and_one_refusal(fleet):
     config, _, _ = fleet
-    with exclusive(config.root / "releases", "deploy"), pytest.raises(StageError, match="another process"):
+    with in_charge(config.root, "deploy"), pytest.raises(StageError, match=r"another process is in charge, pid \d+ on"):
         deploy.run(config)
 
 
@@ -273,3 +214,148 @@ def test_a_version_whose_last_verdict_withdrew_it_is_not_deployed(fleet, state):
     with pytest.raises(StageError, match=rf"version 2 is {state} now \(decision g9 is hold\)"):
         deploy.run(config)
     assert [replica.swaps for replica in replicas] == [[], []]
+
+
+def interrupted_at_the_second_replica(config, replicas, version=None):
+    """A deploy that ends with Ctrl-C while the second replica swaps."""
+    real, once = replicas[1].answer, []
+
+    def answer(path, headers, body):
+        if path == "/slipstream/swap" and not once:
+            once.append(True)
+            _thread.interrupt_main()
+            time.sleep(0.2)
+        return real(path, headers, body)
+
+    replicas[1].answer = answer
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            deploy.run(config, version)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert unfinished(config.root).phase == "waves"
+
+
+def test_an_interrupted_deploy_is_gone_on_with_before_what_is_approved_by_now(fleet):
+    config, registry, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    registry.set_alias(config.model_name, "approved", "3")
+    with pytest.raises(StageError, match=r"release 000001-v2 \(deploy of version 2\) is not finished.*version 3 can"):
+        deploy.run(config, "3")
+    with pytest.raises(StageError, match=r"not finished.*`slipstream deploy --abort` serves version 1 again"):
+        deploy.rollback(config)
+    release = deploy.run(config, "2")
+    assert (release.derivation_id, release.version, release.phase) == ("000001-v2", "2", "converged")
+    assert [replica.swaps for replica in replicas] == [[("1", "2")], [("1", "2")]]
+    interrupted_at_the_second_replica(config, replicas)
+    registry.set_alias(config.model_name, "approved", "1")
+    assert [one.version for one in (deploy.run(config), *releases(config.root))] == ["1", "2", "3", "1"]
+    assert champion(config, registry) == "1"
+
+
+def test_an_abort_where_nobody_is_in_charge_puts_the_fleet_back_itself(fleet):
+    config, registry, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    release = deploy.abort(config)
+    assert (release.phase, release.why.startswith("aborted by ")) == ("reverted", True)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "1"
+    with pytest.raises(StageError, match="no deploy is under way, so there is nothing to abort"):
+        deploy.abort(config)
+
+
+def test_a_pause_holds_for_the_next_controller_too_until_somebody_resumes(fleet):
+    config, registry, replicas = fleet
+    with pytest.raises(StageError, match="nothing to pause"):
+        deploy.pause(config)
+    interrupted_at_the_second_replica(config, replicas)
+    assert deploy.pause(config).derivation_id == "000001-v2"
+    with in_charge(config.root, "deploy"):
+        assert deploy.resume(config).ended is None  # whoever is in charge goes on
+    deploy.pause(config)
+    release = deploy.resume(config)
+    assert (release.phase, champion(config, registry)) == ("converged", "2")
+
+
+def test_a_replica_that_came_up_with_something_else_gets_the_champion(fleet):
+    config, registry, replicas = fleet
+    deploy.run(config)
+    assert deploy.reconcile(config) is None
+    replicas[1].serve(registry.download(config.model_name, "1"), "1")
+    release = deploy.reconcile(config)
+    assert (release.version, release.previous, release.reason) == ("2", "2", "reconcile")
+    assert [replica.version for replica in replicas] == ["2", "2"]
+    assert replicas[0].swaps == [("1", "2")]
+    assert [move.reason for move in registry.history(config.model_name, "champion")][-1] == "deploy"
+    assert deploy.reconcile(config) is None
+
+
+def test_reconciling_goes_on_with_the_others_and_names_who_is_left(fleet):
+    config, registry, replicas = fleet
+    deploy.run(config)
+    for replica in replicas:
+        replica.serve(registry.download(config.model_name, "1"), "1")
+    replicas[0].script.status_code = 503
+    with pytest.raises(SwapError, match=r"the engine is gone\. These do not serve version 2; the others do"):
+        deploy.reconcile(config)
+    assert [replica.version for replica in replicas] == ["1", "2"]
+    replicas[0].script.status_code = 200
+    deploy.reconcile(config)
+    assert [replica.version for replica in replicas] == ["2", "2"]
+
+
+def test_what_the_gate_measured_is_what_a_soak_without_other_traffic_compares_with(fleet):
+    config, registry, _ = fleet
+    report = {
+        "kind": "reports",
+        "derivation_id": "r1",
+        "parents": {"champion": "d1", "challenger": "d2"},
+        "measured": {"champion": {"served_acceptance_length": 2.1}, "challenger": {"served_acceptance_length": 2.4}},
+    }
+    body = json.dumps(report).encode()
+    registry.attach(config.model_name, "2", {"manifests/reports-r1.json": body}, folder="attached/g1")
+    assert deploy.run(config).promise == 2.4
+
+
+def test_the_command_takes_one_thing_at_a_time_and_says_what_it_did(fleet, capsys):
+    config, _, replicas = fleet
+
+    def command(*arguments):
+        parser = argparse.ArgumentParser()
+        deploy.add_arguments(parser)
+        deploy.main(config, parser.parse_args(arguments))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert command() == "version 2 serves on 2 replica(s), champion (was 1)"
+    assert command("--reconcile") == "every replica serves the champion"
+    assert command("--rollback") == "version 1 serves on 2 replica(s), champion (was 2)"
+    with pytest.raises(ConfigError, match="give a version or one of --rollback"):
+        command("2", "--abort")
+    interrupted_at_the_second_replica(config, replicas, "2")
+    assert command("--pause") == "release 000003-v2: asked to pause; `slipstream status` shows how far it is"
+    assert command("--abort").startswith("release 000003-v2 was put back, version 1 serves: aborted by ")
+
+
+def test_status_tells_what_each_replica_serves_since_when_and_what_it_accepts(fleet):
+    config, _, replicas = fleet
+    deploy.run(config)
+    replicas[0].counts.update(num_drafts=1000, num_draft_tokens=7000, num_accepted_tokens=1000)
+    replicas[0].script.accepted_per_draft = {"2": 3}
+    replicas[1].script.status_code = 503
+    lines = [line.split(None, 3) for line in status.run(config)]
+    shown = {line[0]: line[1:] for line in lines if line and line[0] in {replica.url for replica in replicas}}
+    version, since, acceptance = shown[replicas[0].url]
+    assert (version, since[:2], acceptance.strip()[:4]) == ("2", "20", "1.96")
+    assert shown[replicas[1].url][:2] == ["-", "-"] and "the engine is gone" in shown[replicas[1].url][2]
+
+
+def test_status_names_the_deploy_under_way_and_who_is_in_charge(fleet):
+    config, _, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    deploy.pause(config)
+    (line,) = [line for line in status.run(config) if line.startswith("release")]
+    assert "release 000001-v2 (deploy of version 2): waves, 1 of 2 replicas done, paused by " in line
+    assert line.endswith("(nobody is in charge: slipstream deploy goes on)")
+    with in_charge(config.root, "deploy"):
+        assert any("another process is in charge" in line for line in status.run(config))
