@@ -31,7 +31,7 @@ from pipeline.windows import Window
 
 NUM_BUCKETS = 64
 # Whole logs may be dropped for these: counted, and not listed one by one.
-_UNLISTED = frozenset({"no_consent", "erased_subject", "before_window", "after_window"})
+_UNLISTED = frozenset({"no_consent", "other_tenant", "erased_subject", "before_window", "after_window"})
 # Policy at work, not damage: no part of collect.max_reject_share.
 BY_POLICY = _UNLISTED | {"unsupported_adapter", *NOT_ABOUT_THE_TARGET}
 _PLACES = {"earlier": "before_window", "later": "after_window"}
@@ -106,6 +106,9 @@ class Reading:
         body, settings = record.body, self.settings
         if settings.consent == "recorded" and body.get("consent") != "recorded":
             raise Rejected("no_consent")
+        tenant = body.get("tenant")
+        if (settings.tenants and tenant not in settings.tenants) or tenant in settings.except_tenants:
+            raise Rejected("other_tenant")
         if settings.served_models and body.get("model") not in settings.served_models:
             raise Rejected("unsupported_adapter")
         ts = None if self.window.is_open_ended else record.time()

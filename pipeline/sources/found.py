@@ -74,12 +74,7 @@ def find_sources(
     """
     if not entries:
         raise ConfigError(f"{setting} is empty; give folders or files, e.g. --set '{setting}=[\"traffic\"]'")
-    found: dict[str, tuple[Stored, SourceConfig, str]] = {}
-    for entry in entries:
-        settings = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
-        for stored in listed(settings.path):
-            if not stored.relative or _counts(stored.relative, settings.format):
-                found.setdefault(stored.location, (stored, settings, _name(stored, settings)))
+    found = _found(entries)
     places = ", ".join(str(entry.path if isinstance(entry, SourceConfig) else entry) for entry in entries)
     if not found:
         raise ConfigError(f"{setting}: no .jsonl, .jsonl.gz or .jsonl.zst file in {places}")
@@ -89,6 +84,26 @@ def find_sources(
     if not sources:
         raise ConfigError(f"{setting}: only empty files in {places}; no traffic was tapped yet")
     return _told_apart(sorted(sources, key=lambda source: (source.name, source.sha256)))
+
+
+def stored_logs(entries: Sequence[Path | str | SourceConfig]) -> dict[str, Stored]:
+    """The logs that ``find_sources`` would take, from a listing alone: nothing is read. By their locations, those that a
+    log has once it is committed.
+
+    Raises: ConfigError when a path is missing; StageError when storage fails.
+    """
+    return {committed_name(location): stored for location, (stored, *_) in _found(entries).items()}
+
+
+def _found(entries: Sequence[Path | str | SourceConfig]) -> dict[str, tuple[Stored, SourceConfig, str]]:
+    """Location → what is there, what is set for it, and its name."""
+    found: dict[str, tuple[Stored, SourceConfig, str]] = {}
+    for entry in entries:
+        settings = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
+        for stored in listed(settings.path):
+            if not stored.relative or _counts(stored.relative, settings.format):
+                found.setdefault(stored.location, (stored, settings, _name(stored, settings)))
+    return found
 
 
 def _counts(relative: str, log_format: str) -> bool:
