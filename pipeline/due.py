@@ -3,12 +3,11 @@
 A listing of the logs tells; of one of them the first MiB is read.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from pipeline import lease
 from pipeline.artifacts import DrafterCheckpoint, Frozen
@@ -35,6 +34,9 @@ class Alarm(Frozen):
     id: str
     kind: str
     at: str | float
+
+
+_ALARMS = TypeAdapter(list[Alarm])
 
 
 class Due(Frozen):
@@ -84,10 +86,10 @@ def read_alarms(root: Path) -> list[Alarm]:
     """The alarms on record; none where nothing watches. Raises: SchemaError for a file of another shape."""
     path = Path(root) / ALARMS
     try:
-        return [Alarm.model_validate(one) for one in json.loads(path.read_text())]
+        return _ALARMS.validate_json(path.read_text())
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError, ValidationError) as error:
+    except ValueError as error:
         raise SchemaError(
             f"{path}: expected a list of {{id, kind, at}} ({type(error).__name__}); `slipstream watch` writes it anew"
         )

@@ -82,10 +82,8 @@ def renew(root: Path, run: str, *, seconds: float = RENEWED_S) -> None:
     with _locked(root):
         found = _read(_path(root))
         if found is None or found.run != run:
-            raise StageError(
-                f"{root}: run {run} has no lease (any more){f', {found.run} has' if found else ''}. Let a new run begin: "
-                "what is complete is used"
-            )
+            now = f"; it is the turn of {found.run}" if found else ""
+            raise StageError(f"{root}: run {run} has no lease{now}. Begin a new run: it uses what is complete")
         if found.pid is not None:
             seconds = min(seconds, RENEWED_S)
         _write(root, found.model_copy(update={"until": max(found.until, time.time() + seconds)}))

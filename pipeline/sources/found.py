@@ -87,8 +87,8 @@ def find_sources(
 
 
 def stored_logs(entries: Sequence[Path | str | SourceConfig]) -> dict[str, Stored]:
-    """The logs that ``find_sources`` would take, from a listing alone: nothing is read. By their locations, those that a
-    log has once it is committed.
+    """The logs that ``find_sources`` would take, from a listing alone: nothing is read. By their locations, as
+    they are once a log is committed.
 
     Raises: ConfigError when a path is missing; StageError when storage fails.
     """
