@@ -129,7 +129,7 @@ COMMANDS: dict[str, Command] = {
         "is a retraining due, and why: by time, by new traffic, by an alarm",
         "slipstream due",
         more="One line of JSON; exit status 0 when it is due, 3 when not. Between --begin and --end a scheduler runs\n"
-        "the stages with SLIPSTREAM_RUN=RUN in their environment; without it they refuse.",
+        "the stages with --run RUN; without it they refuse.",
         needs_ray=False,
         add_arguments=_due_arguments,
     ),

@@ -4,7 +4,8 @@ python jobs/due.py --config slipstream.toml
 python jobs/due.py --config slipstream.toml --begin RUN    if it is due: run RUN begins, and others wait for it
 python jobs/due.py --config slipstream.toml --end RUN      it is over: what came of it, on record
 
-Between the two, a scheduler runs the stages with SLIPSTREAM_RUN=RUN in their environment: without it they refuse.
+Between the two, a scheduler runs the stages with `--run RUN`, or with SLIPSTREAM_RUN=RUN in their environment; without
+it they refuse.
 """
 
 import argparse

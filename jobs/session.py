@@ -12,7 +12,7 @@ from pathlib import Path
 from jobs import worker_log
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError, Declined, SlipstreamError, StageError
-from pipeline.lease import stage_of_a_run
+from pipeline.lease import RUN, stage_of_a_run
 
 logger = logging.getLogger("slipstream")
 
@@ -133,11 +133,14 @@ def job_main(
         "--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override one setting"
     )
     parser.add_argument("--group", metavar="NAME", help="the drafter of one group of tenants: the table [groups.NAME]")
+    parser.add_argument("--run", metavar="RUN", help="the run that this is a stage of (slipstream due --begin)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     if add_arguments:
         add_arguments(parser)
     arguments = parser.parse_args(argv)
     start_logging()
+    if arguments.run:
+        os.environ[RUN] = arguments.run
     try:
         config = load_config(arguments.config, arguments.overrides, group=arguments.group)
         if arguments.dry_run:
