@@ -20,6 +20,7 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[2]
 AIRFLOW = CHECKOUT / ".venv-airflow" / "bin" / "airflow"
 SUPERVISOR = CHECKOUT / "serving" / "supervise.py"
+TRIES, TIMEOUT_S = 5, 60.0
 _USER = "admin"
 
 
@@ -31,15 +32,23 @@ class Airflow:
     token: str
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None) -> Any:
-        """What the API answers. Raises: urllib.error.URLError."""
+        """What the API answers; one that is busy is asked again. Raises: OSError."""
         request = urllib.request.Request(
             f"{self.url}/api/v2/{path}",
             data=None if body is None else json.dumps(body).encode(),
             method=method,
             headers={"authorization": f"Bearer {self.token}", "content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return json.loads(reply.read() or b"null")
+        for tries_left in reversed(range(TRIES)):
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                    return json.loads(reply.read() or b"null")
+            except urllib.error.HTTPError:
+                raise
+            except OSError:
+                if not tries_left:
+                    raise
+        raise AssertionError("every try returns or raises")
 
     def unpause(self, dag: str) -> None:
         """Let the scheduler begin a DAG's runs."""
@@ -56,7 +65,7 @@ class Airflow:
 
 @contextmanager
 def standalone(
-    home: Path, dags: Path, settings: Mapping[str, str], *, airflow: Path = AIRFLOW, timeout_s: float = 300.0
+    home: Path, dags: Path, settings: Mapping[str, str], *, airflow: Path = AIRFLOW, timeout_s: float = 900.0
 ) -> Iterator[Airflow]:
     """One with the DAGs of a folder, from the moment it is healthy and has read them; afterwards nothing of it is left.
 
@@ -108,7 +117,14 @@ def _own_settings(home: Path, dags: Path, ports: list[int]) -> dict[str, str]:
         "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(ports[1]),
         "AIRFLOW__TRIGGERER__TRIGGER_LOG_SERVER_PORT": str(ports[2]),
         "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(ports[2]),
-        "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "5",
+        # A busy machine is no dead one.
+        "AIRFLOW__WORKERS__EXECUTION_API_TIMEOUT": "60",
+        "AIRFLOW__WORKERS__EXECUTION_API_RETRIES": "10",
+        "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "300",
+        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "1200",
+        "AIRFLOW__DAG_PROCESSOR__DAG_FILE_PROCESSOR_TIMEOUT": "600",
+        "AIRFLOW__CORE__DAGBAG_IMPORT_TIMEOUT": "300",
+        "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "30",
         "AIRFLOW__SCHEDULER__SCHEDULER_HEARTBEAT_SEC": "2",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
     }
@@ -126,7 +142,7 @@ def _healthy(url: str, password: str, process: subprocess.Popen[bytes], log: Pat
             are_healthy = all(parts[part]["status"] == "healthy" for part in ("scheduler", "dag_processor"))
             if are_healthy and found.ask("dags")["total_entries"]:
                 return found
-        except (urllib.error.URLError, OSError, KeyError, ValueError):
+        except (OSError, KeyError, ValueError):
             pass
         time.sleep(0.5)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])

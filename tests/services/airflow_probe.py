@@ -20,7 +20,7 @@ def told(dag: Any) -> dict[str, Any]:
     assets = dag.timetable.asset_condition
     return {
         "cron": [clock.expression, clock.timezone],
-        "assets": sorted(asset.name for _, asset in assets.iter_assets()) if assets else [],
+        "assets": sorted(asset.name for asset in assets.objects) if assets else [],
         "max_active_runs": dag.max_active_runs,
         "catchup": dag.catchup,
         "tasks": {task.task_id: of_task(task) for task in dag.tasks},
