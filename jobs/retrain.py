@@ -49,6 +49,7 @@ def run(config: Config, loop: Sequence[str], *, now: bool = False, pause_s: floa
     Raises: StageError when the last try failed, or it is another run's turn.
     """
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+    lease.outlive(config.root)  # a killed pod's lease has not run out yet when the job is tried again elsewhere
     answer = due.begin(config, run_id, seconds=lease.RENEWED_S, with_process=True, now=now)
     if not answer.due:
         logger.info("retrain: nothing is due: %s", answer.waits or "nothing asks for it")

@@ -99,6 +99,23 @@ def release(root: Path, run: str) -> bool:
         return True
 
 
+def outlive(root: Path, *, period_s: float = 1.0) -> bool:
+    """Whether nobody has a lease: neither now, nor once one has run out whose process died on another machine.
+
+    False as soon as it is renewed; and at once for a scheduler's run, which may be quiet for long.
+    """
+    first = found = holder(root)
+    if first is None or first.pid is None:
+        return first is None
+    logger.info("run %s has a lease; waiting for a sign of life, %.0f s at most", first.run, first.until - time.time())
+    while found is not None:
+        if (found.run, found.until) != (first.run, first.until):
+            return False
+        time.sleep(period_s)
+        found = holder(root)
+    return True
+
+
 def require_turn(root: Path) -> None:
     """Raises: StageError when it is the turn of another run than this process is a stage of."""
     found = holder(root)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -132,3 +133,26 @@ def test_a_lease_that_cannot_be_read_says_what_to_do(tmp_path):
     path.write_text("{")
     with pytest.raises(StageError, match="not a readable lease; remove it"):
         lease.take(tmp_path, "ours")
+
+
+def put(root, **more):
+    away = lease.Lease(run="theirs", host="elsewhere pid:[1]", pid=1, began=1, until=time.time() + 1.5)
+    path = root / "retrainings" / "lease.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(away.model_copy(update=more).model_dump_json())
+
+
+def test_a_lease_of_a_process_that_died_elsewhere_is_outlived(tmp_path):
+    assert lease.outlive(tmp_path) is True
+    put(tmp_path)
+    assert lease.outlive(tmp_path, period_s=0.05) is True
+
+
+def test_one_that_is_renewed_is_not_and_a_schedulers_is_not_waited_for(tmp_path):
+    put(tmp_path, until=time.time() + 3600)
+    renewal = threading.Timer(0.3, put, [tmp_path], {"until": time.time() + 7200})
+    renewal.start()
+    assert lease.outlive(tmp_path, period_s=0.05) is False
+    renewal.join()
+    put(tmp_path, pid=None, until=time.time() + 3600)
+    assert lease.outlive(tmp_path) is False
