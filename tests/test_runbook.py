@@ -34,6 +34,9 @@ def told():
     ]:
         lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
         yield from ((command, path.name) for command in commands("\n".join(lines)) if command.split()[0] != "set")
+    for path in (INFRA / "kubernetes").glob("*.yaml"):
+        for words in re.findall(r"command: \[slipstream, (.*)\]", path.read_text()):
+            yield words.replace(",", ""), path.name
     for line in (INFRA / "cron" / "slipstream").read_text().splitlines():
         if found := re.search(r'"\$SLIPSTREAM" (.*?) >>', line):
             yield found.group(1), "cron"

@@ -66,6 +66,8 @@ def scheduled_cycle(folder: Path, *, airflow: Path = AIRFLOW, timeout_s: float =
     toml = _settings(folder)
     config = load_config(toml)
     os.environ[config.serving.token_env] = TOKEN
+    # With a key drawn anew, few subjects would now and then leave no row to judge with.
+    os.environ.setdefault(config.split_key_env, "the split key of this cycle")
     with ray_session():
         init_drafter.run(config)
     registry, model = Registry(None, config.root), config.model_name
