@@ -58,7 +58,7 @@ class Cycle:
     """From the alarm to the end of the run."""
 
 
-def scheduled_cycle(folder: Path, *, airflow: Path = AIRFLOW, timeout_s: float = 1800.0) -> Cycle:
+def scheduled_cycle(folder: Path, *, airflow: Path = AIRFLOW, timeout_s: float = 3600.0) -> Cycle:
     """The cycle on a tiny target in a folder. On two cores it takes some ten minutes.
 
     Raises: RuntimeError with what was going on where it does not end in time.
@@ -153,7 +153,7 @@ max_repeat_share = 1.0
 blocks = 3
 general_prompts = 4
 [speed]
-concurrencies = [2]
+concurrencies = [4]
 num_speculative_tokens = [3]
 [gate]
 min_lift = 0.01
