@@ -22,7 +22,7 @@ from pipeline.sources.streams import opener_of
 from pipeline.stages import current, current_names
 
 ALARMS = Path("watch") / "alarms.json"
-"""Under the root, written by `slipstream watch`: a list of {id, kind, at}."""
+"""Under the root, written by `slipstream watch`: alarms of {id, kind, at, ...}, as a list or under "alarms"."""
 _HEAD_BYTES = 1 << 20
 
 
@@ -34,9 +34,20 @@ class Alarm(Frozen):
     id: str
     kind: str
     at: str | float
+    """When it was raised: a time as people read it, or seconds since 1970."""
+    retrains: bool = True
+    """Whether it holds, and a retraining is the answer."""
 
 
-_ALARMS = TypeAdapter(list[Alarm])
+class _Look(Frozen):
+    """What the monitor writes around them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    alarms: list[Alarm]
+
+
+_ALARMS = TypeAdapter(list[Alarm] | _Look)
 
 
 class Due(Frozen):
@@ -86,12 +97,13 @@ def read_alarms(root: Path) -> list[Alarm]:
     """The alarms on record; none where nothing watches. Raises: SchemaError for a file of another shape."""
     path = Path(root) / ALARMS
     try:
-        return _ALARMS.validate_json(path.read_text())
+        found = _ALARMS.validate_json(path.read_text())
+        return found.alarms if isinstance(found, _Look) else found
     except FileNotFoundError:
         return []
     except ValueError as error:
         raise SchemaError(
-            f"{path}: expected a list of {{id, kind, at}} ({type(error).__name__}); `slipstream watch` writes it anew"
+            f"{path}: expected alarms of {{id, kind, at}} ({type(error).__name__}); `slipstream watch` writes it anew"
         )
 
 
@@ -113,7 +125,7 @@ def _reasons(
     now: datetime,
 ) -> list[str]:
     enough = settings.min_new_requests
-    reasons = [f"alarm: {alarm.kind} at {alarm.at} ({alarm.id})" for alarm in alarms]
+    reasons = [f"alarm: {alarm.kind} at {_when(alarm.at)} ({alarm.id})" for alarm in alarms]
     if answered is None:
         if enough is None or requests is None or requests >= enough:
             reasons.append("first: no retraining came to a verdict yet")
@@ -146,7 +158,8 @@ def _waits(config: Config, records: Sequence[Retraining], new_bytes: int, now: d
 def _unanswered(alarms: Sequence[Alarm], records: Sequence[Retraining], settings: RetrainConfig) -> list[Alarm]:
     done = {one for record in records if record.is_answered for one in record.alarms}
     kinds = settings.alarm_kinds
-    return [alarm for alarm in alarms if alarm.id not in done and (not kinds or alarm.kind in kinds)]
+    open_ = [alarm for alarm in alarms if alarm.retrains and alarm.id not in done]
+    return [alarm for alarm in open_ if not kinds or alarm.kind in kinds]
 
 
 def _new_bytes(logs: Mapping[str, Stored], seen: Mapping[str, int]) -> int:
@@ -165,6 +178,10 @@ def _requests(new_bytes: int, answered: Retraining | None, logs: Mapping[str, St
         if lines := head.count(b"\n"):
             return round(new_bytes * lines / len(head))
     return None
+
+
+def _when(at: str | float) -> str:
+    return at if isinstance(at, str) else _told(at)
 
 
 def _told(seconds: float) -> str:

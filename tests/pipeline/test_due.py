@@ -134,6 +134,21 @@ def test_an_alarm_makes_it_due_at_once_and_is_answered_by_one_run(site):
     assert due.run(site.config(), now=START + 2 * DAY).alarms == ("a2",)
 
 
+def test_of_what_the_monitor_writes_the_alarms_that_a_retraining_helps_against_count(site):
+    site.retrain("one", START)
+    site.serve(1)
+    site.alarm()
+    alarms = [
+        {"id": "accepted-1", "kind": "accepted", "at": 1772500000, "fires": True, "retrains": True, "slices": ["mail"]},
+        {"id": "pays-1", "kind": "pays", "at": 1772500000, "fires": True, "retrains": False},
+        {"id": "asked-1", "kind": "asked", "at": 1772400000, "fires": False, "retrains": False, "over": "it ended"},
+    ]
+    (site.root / "watch" / "alarms.json").write_text(json.dumps({"at": "now", "firing": [], "alarms": alarms}))
+    answer = due.run(site.config(), now=START + DAY)
+    assert answer.alarms == ("accepted-1",)
+    assert answer.reasons == ("alarm: accepted at 2026-03-03T01:06:40+00:00 (accepted-1)",)
+
+
 def test_a_run_that_came_to_no_verdict_answers_no_alarm_and_no_traffic(site):
     site.retrain("one", START)
     site.serve(20)
@@ -187,7 +202,7 @@ def test_without_a_champion_there_is_nothing_to_train_from(site):
 def test_alarms_of_another_shape_are_named_and_not_ignored(site, body):
     site.alarm("a1")
     (site.root / "watch" / "alarms.json").write_text(body)
-    with pytest.raises(SchemaError, match=r"alarms.json: expected a list"):
+    with pytest.raises(SchemaError, match=r"alarms.json: expected alarms"):
         due.run(site.config(), now=START)
 
 
