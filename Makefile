@@ -1,6 +1,6 @@
 # make demo           set-up, then the whole loop on this machine
 # make test           set-up, then the tests
-# make test-services  set-up with PostgreSQL and Chromium, then the tests that need real services; starts and ends them
+# make test-services  set-up with PostgreSQL, Chromium and Airflow, then the tests that need real services; starts and ends them
 # make install        set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
 #
 # PYTHON=python3.11            which interpreter makes .venv
@@ -30,6 +30,7 @@ test: install
 
 test-services: install
 	@packaging/install_services "$(PIP)"
+	@packaging/install_airflow $(BIN)/python .venv-airflow
 	$(BIN)/python -m pytest tests/services $(PYTEST_ARGS)
 
 bench: install
@@ -40,7 +41,7 @@ lint: install
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-airflow build *.egg-info .pytest_cache .ruff_cache
 
 $(STAMP): constraints/$(VARIANT).txt pyproject.toml $(EMPTY)
 	@packaging/check_python $(PYTHON) $(VARIANT) $(VENV)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from jobs import attachments, preflight
-from jobs.registry import PASSED, Registry, data_tags
+from jobs.registry import PASSED, RETIRED, Registry, data_tags
 from jobs.registry.stored import FILES
 from jobs.session import job_main
 from pipeline.artifacts import DrafterCheckpoint, describe_file, package_versions, sha256_file
@@ -73,17 +73,19 @@ def first_champion(config: Config, checkpoint: Artifact[DrafterCheckpoint]) -> s
 
     One that was champion before and has been replaced since keeps its version and changes nothing.
 
-    Raises: ConfigError when another version is champion already; that one is replaced by a deploy alone.
+    Raises: ConfigError when another version is champion already; that one is replaced by a deploy alone, unless its
+    target was retired (`slipstream retire`).
     """
     registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
     champion = registry.alias(model, "champion")
-    if champion is not None and registry.derivation(model, champion) != checkpoint.id:
+    replaces = champion is not None and registry.derivation(model, champion) != checkpoint.id
+    if champion is not None and replaces and registry.state(model, champion) != RETIRED:
         for move in registry.history(model, "champion"):
             if registry.derivation(model, move.version) == checkpoint.id:
                 return move.version
         raise ConfigError(
             f"{model}: version {champion} is champion already. To replace it, promote and deploy another; to start "
-            "anew for other traffic, choose another `workload`"
+            "anew for other traffic, choose another `workload`; for another target, `slipstream retire` comes first"
         )
     data = attachments.data_behind(config.root, checkpoint.manifest.parents)
     version = registry.register(model, checkpoint, tags=data_tags(data))

@@ -20,6 +20,7 @@ from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
 from pipeline.engines import Engines
 from pipeline.errors import ConfigError
+from pipeline.fingerprint import require_present_target
 
 
 def run(
@@ -42,12 +43,16 @@ def run(
 def layers_to_capture(config: Config) -> tuple[int, ...]:
     """The configured layers or, where none are, those of the current champion.
 
-    Raises: ConfigError when the two differ; StageError when there is neither.
+    Raises: ConfigError when the two differ; FingerprintError when the champion is another target's; StageError when
+    there is neither.
     """
     configured = config.drafter.target_layer_ids
     if configured and not _has_champion(config):
         return configured
-    folder = champion_folder(config)
+    champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    folder, target = champion.folder, config.target
+    # Before hours of answers and states that it could not learn from.
+    require_present_target(champion.manifest.fingerprint, target.model, dtype=target.dtype, where=f"champion {folder}")
     layers = tuple(json.loads((folder / "config.json").read_text())["dflash_config"]["target_layer_ids"])
     if configured and configured != layers:
         raise ConfigError(

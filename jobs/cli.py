@@ -72,6 +72,19 @@ def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rollback=True, version=None, reconcile=False, pause=False, resume=False, abort=False)
 
 
+def _due_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--begin", metavar="RUN", help="if it is due, begin this run: others wait until it ends")
+    parser.add_argument("--end", metavar="RUN", help="this run is over")
+
+
+def _retrain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--now", action="store_true", help="although nothing asks for it")
+
+
+def _retire_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="only say what would be retired")
+
+
 def _erase_arguments(parser: argparse.ArgumentParser) -> None:
     about = "as the requests named them: the subject header, or the conversation"
     parser.add_argument("--subject", action="append", default=[], metavar="NAME", help=about)
@@ -114,6 +127,22 @@ COMMANDS: dict[str, Command] = {
         "jobs.loop",
         "collect to promote, one after the other; what is complete is skipped",
         "slipstream run --set workload=support",
+    ),
+    "due": Command(
+        "jobs.due",
+        "is a retraining due, and why: by time, by new traffic, by an alarm",
+        "slipstream due",
+        more="One line of JSON; exit status 0 when it is due, 3 when not. Between --begin and --end a scheduler runs\n"
+        "the stages with --run RUN; without it they refuse.",
+        needs_ray=False,
+        add_arguments=_due_arguments,
+    ),
+    "retrain": Command(
+        "jobs.retrain",
+        "the whole loop, if it is due: one at a time, with tries and a timeout; for cron and timers",
+        "slipstream retrain --set retrain.every_days=3",
+        needs_ray=False,
+        add_arguments=_retrain_arguments,
     ),
     "collect": Command(
         "jobs.collect",
@@ -225,6 +254,13 @@ COMMANDS: dict[str, Command] = {
         "slipstream expire --set retention.ttl_days=90",
         needs_ray=False,
     ),
+    "retire": Command(
+        "jobs.retire",
+        "drafters and states that were made for another target than the configured one serve and train no more",
+        "slipstream retire --list",
+        needs_ray=False,
+        add_arguments=_retire_arguments,
+    ),
     "status": Command(
         "jobs.status",
         "what is complete under the run root, which versions carry which alias, and what every replica serves",
@@ -235,7 +271,8 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; exits 1 with one line for an error of ours, 2 for a command that does not exist."""
+    """Run one command; exits 1 with one line for an error of ours, 2 for a command that does not exist, 3 where
+    there is nothing to do or the gate said no."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
@@ -262,7 +299,7 @@ def overview() -> str:
         [
             "Slipstream keeps a vLLM fleet's DFlash drafter tuned to the traffic it really serves.",
             "",
-            "usage: slipstream COMMAND [--config slipstream.toml] [--set TABLE.KEY=VALUE ...] [--dry-run]",
+            "usage: slipstream COMMAND [--config FILE] [--group NAME] [--set TABLE.KEY=VALUE ...] [--dry-run]",
             "",
             *lines,
             "",

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from jobs import capture, collect, deploy, evaluate, promote, regenerate, replicas, speed, stream, train, unlearn
 from jobs.session import job_main
-from pipeline import stages
+from pipeline import lease, stages
 from pipeline.artifacts import (
     AcceptanceReport,
     DrafterCheckpoint,
@@ -89,8 +89,13 @@ def judge(config: Config, learned: Learned) -> tuple[Artifact[AcceptanceReport],
 def run(config: Config) -> Release | None:
     """The release that the loop ends with; None where there was nothing to deploy, or no replicas to deploy to.
 
-    Raises: StageError with the gate's reasons where it does not promote.
+    Raises: Declined with the gate's reasons where it does not promote; StageError when another run is under way.
     """
+    with lease.turn(config.root):
+        return _run(config)
+
+
+def _run(config: Config) -> Release | None:
     learned = learn(config)
     if "challenger" not in learned.drafters:
         logger.info("loop: the champion has learned from this traffic already; nothing to do")

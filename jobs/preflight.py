@@ -4,15 +4,21 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.artifacts import DrafterCheckpoint, find
 from pipeline.config import Config
 from pipeline.errors import ConfigError
+from pipeline.fingerprint import require_present_target
 
 if TYPE_CHECKING:
     from serving.preflight import DrafterInfo
 
 
 def check(config: Config, folder: Path) -> "DrafterInfo":
-    """What a drafter folder holds. Raises: ConfigError when it cannot serve the configured target."""
+    """What a drafter folder holds.
+
+    Raises: ConfigError when it cannot serve the configured target; FingerprintError when its manifest, where there is
+    one, says that it was made for another revision of it.
+    """
     from serving.errors import PreflightError
     from serving.preflight import check_drafter
 
@@ -20,6 +26,9 @@ def check(config: Config, folder: Path) -> "DrafterInfo":
     if not path.exists():
         raise ConfigError(f"{path}: not there; set target.model to the folder of the served target")
     try:
-        return check_drafter(folder, target_config=json.loads(path.read_text()))
+        info = check_drafter(folder, target_config=json.loads(path.read_text()))
     except PreflightError as error:
         raise ConfigError(f"{folder}: not a drafter that can serve {config.target.model}: {error}")
+    if (made := find(folder, DrafterCheckpoint)) is not None:
+        require_present_target(made.fingerprint, config.target.model, dtype=config.target.dtype, where=str(folder))
+    return info

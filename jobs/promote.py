@@ -22,7 +22,7 @@ from jobs.speed_report import speed_of
 from pipeline import gate
 from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, verify
 from pipeline.config import Config
-from pipeline.errors import ConfigError, SchemaError, StageError
+from pipeline.errors import ConfigError, Declined, SchemaError, StageError
 from pipeline.stages import Artifact, current, open_artifact, set_current
 
 logger = logging.getLogger("slipstream")
@@ -44,7 +44,7 @@ def run(
     clean download, and could serve the target. ``approved`` is moved as ``_approve`` says. A run that was
     interrupted is finished by the next.
 
-    Raises: StageError with the gate's reasons when it did not let the challenger through, or when the verdict is
+    Raises: Declined with the gate's reasons when it did not let the challenger through; StageError when the verdict is
     about other drafters than this challenger and what fleets serve or are about to.
     """
     verify(decision.folder, decision.manifest)
@@ -56,7 +56,7 @@ def run(
     registry.set_alias(model, "challenger", version, reason="measured", decision=decision.id)
     if decision.manifest.decision != PROMOTE:
         _withdraw(registry, model, version, FAILED, reason=f"decision {decision.id} is {decision.manifest.decision}")
-        raise StageError(
+        raise Declined(
             f"{model} version {version} is not approved, the gate says {decision.manifest.decision}:\n"
             + "\n".join(f"  {r['message']}" for r in decision.manifest.reasons if r["passed"] is False)
             + f"\nSee {decision.folder / 'report.html'}"

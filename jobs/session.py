@@ -11,9 +11,13 @@ from pathlib import Path
 
 from jobs import worker_log
 from pipeline.config import Config, load_config
-from pipeline.errors import ConfigError, SlipstreamError, StageError
+from pipeline.errors import ConfigError, Declined, SlipstreamError, StageError
+from pipeline.lease import RUN, stage_of_a_run
 
 logger = logging.getLogger("slipstream")
+
+DECLINED = 3
+"""Exit status of a command whose answer is no, and nothing is wrong."""
 
 # Nothing is reported to anyone, and a local Ray listens on loopback alone.
 _QUIET = {
@@ -117,9 +121,11 @@ def job_main(
     needs_ray: bool = True,
     prog: str | None = None,
 ) -> None:
-    """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error.
+    """Parse ``--config``, ``--set`` and ``--dry-run``, then run the job; exits 1 with a one-line error, and 3 where
+    there is nothing to do or the gate said no (``Declined``).
 
-    Jobs that only talk to MLflow and to replicas set ``needs_ray`` to False: a rollback must not wait for a cluster.
+    Jobs that only talk to MLflow and to replicas set ``needs_ray`` to False: a rollback must wait for no cluster, and
+    for no run. The others refuse to work while it is the turn of a run that they are no stage of.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,19 +134,30 @@ def job_main(
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help="override one setting"
     )
+    parser.add_argument("--group", metavar="NAME", help="the drafter of one group of tenants: the table [groups.NAME]")
+    parser.add_argument("--run", metavar="RUN", help="the run that this is a stage of (slipstream due --begin)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     if add_arguments:
         add_arguments(parser)
     arguments = parser.parse_args(argv)
     start_logging()
+    if arguments.run:
+        os.environ[RUN] = arguments.run
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(arguments.config, arguments.overrides, group=arguments.group)
         if arguments.dry_run:
             print(config.model_dump_json(indent=1))
             return
-        with ray_session() if needs_ray else nullcontext():
+        with _as_a_stage(config) if needs_ray else nullcontext():
             run(config, arguments)
     except SlipstreamError as error:
         error = getattr(error, "cause", None) or error  # what was raised in a Ray task, without Ray's traceback
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise SystemExit(1)
+        raise SystemExit(DECLINED if isinstance(error, Declined) else 1)
+
+
+@contextmanager
+def _as_a_stage(config: Config) -> Iterator[None]:
+    lease_s = 60 * config.retrain.lease_minutes
+    with stage_of_a_run(config.root, seconds=lease_s), ray_session():
+        yield

@@ -8,6 +8,7 @@ ray job submit --working-dir . -- python jobs/train.py --config slipstream.toml
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,10 +21,10 @@ from jobs import unlearn
 from jobs.attachments import data_behind, datasets_behind
 from jobs.registry import Registry, data_tags, lineage_tags
 from jobs.session import job_main
-from pipeline import stages
+from pipeline import lease, stages
 from pipeline.artifacts import DrafterCheckpoint, HiddenStateCache, ResponseSet
 from pipeline.config import Config
-from pipeline.errors import ConfigError, FingerprintError, SchemaError
+from pipeline.errors import ConfigError, Declined, FingerprintError, SchemaError
 from pipeline.stages import Artifact
 
 logger = logging.getLogger("slipstream")
@@ -132,11 +133,20 @@ def _require_same_target(cache: Artifact[HiddenStateCache], states: Artifact[Hid
         raise FingerprintError(f"{cache.folder}: states of {theirs.hidden_size} channels, not {ours.hidden_size}")
 
 
+def has_learned(config: Config, champion: Artifact[DrafterCheckpoint], states: Artifact[HiddenStateCache]) -> bool:
+    """Whether the champion has learned from these very states, and from nothing that was erased."""
+    return unlearn.clean_start(config, champion) is champion and champion.manifest.parents.get("states") == states.id
+
+
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Run the stage from the current champion and remember its result under its role."""
     role = arguments.role
     states = stages.current(config.root, CACHES[role], HiddenStateCache)
-    start = unlearn.clean_start(config, stages.current(config.root, "champion", DrafterCheckpoint))
+    champion = stages.current(config.root, "champion", DrafterCheckpoint)
+    # Of a scheduled run; by hand, the same states may be tried with other settings.
+    if role == "challenger" and lease.RUN in os.environ and has_learned(config, champion, states):
+        raise Declined(f"train: the champion {champion.id} has learned from the states {states.id} already")
+    start = unlearn.clean_start(config, champion)
     replay = to_replay(config, states, role=role, named=arguments.replay)
     stages.set_current(config.root, role, run(config, states, start=start, role=role, replay=replay))
 

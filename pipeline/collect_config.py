@@ -148,6 +148,10 @@ class CollectConfig(Frozen):
     served_models: tuple[str, ...] = ()
     """Names that the target itself is served by; a request of another one is an adapter's, and a counted reject. Empty
     takes every name for the target's."""
+    tenants: tuple[str, ...] = ()
+    """Only records of these tenants; empty takes all. A record that names none is nobody's."""
+    except_tenants: tuple[str, ...] = ()
+    """No records of these; where there are groups, their tenants are added."""
     validation_share: float = Field(0.1, gt=0, lt=1)
     gate_share: float = Field(0.25, gt=0, lt=1)
     near_similarity: Annotated[float, Field(ge=0.5, le=1)] | Literal["off"] = 0.8

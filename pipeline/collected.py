@@ -33,7 +33,10 @@ from pipeline.windows import Window
 NUM_BUCKETS = 64
 # Whole logs may be dropped for these: counted, and not listed one by one.
 _UNLISTED = frozenset(
-    {"no_consent", "zero_retention", "erased_subject", "expired", "cannot_expire", "before_window", "after_window"}
+    {
+        *("no_consent", "zero_retention", "other_tenant", "erased_subject"),
+        *("expired", "cannot_expire", "before_window", "after_window"),
+    }
 )
 # Policy at work, not damage: no part of collect.max_reject_share.
 BY_POLICY = _UNLISTED | {"unsupported_adapter", *NOT_ABOUT_THE_TARGET}
@@ -117,8 +120,11 @@ class Reading:
         body, settings = record.body, self.settings
         if settings.consent == "recorded" and body.get("consent") != "recorded":
             raise Rejected("no_consent")
-        if body.get("tenant") in settings.zero_retention:
+        tenant = body.get("tenant")
+        if tenant in settings.zero_retention:
             raise Rejected("zero_retention")
+        if (settings.tenants and tenant not in settings.tenants) or tenant in settings.except_tenants:
+            raise Rejected("other_tenant")
         if self.expires_before is not None:
             if record.ts is None:
                 raise Rejected("cannot_expire")

@@ -18,6 +18,8 @@ from pipeline.artifacts import Frozen
 from pipeline.collect_config import TABLE, WORD, CollectConfig, RetentionConfig, SourceConfig
 from pipeline.deploy_config import DeployConfig
 from pipeline.errors import ConfigError
+from pipeline.groups import of_group
+from pipeline.retrain_config import RetrainConfig
 
 # What an engine of ours is always given; the settings of [target] and [regenerate] say with which values.
 _OWN_ENGINE_ARGS = {
@@ -350,6 +352,7 @@ class Config(Frozen):
     speed: SpeedConfig = SpeedConfig()
     gate: GateConfig = GateConfig()
     promote: PromoteConfig = PromoteConfig()
+    retrain: RetrainConfig = RetrainConfig()
     serving: ServingConfig = ServingConfig()
     deploy: DeployConfig = DeployConfig()
 
@@ -368,10 +371,11 @@ class Config(Frozen):
         return f"{self.target.model.name}--{self.workload}".lower()
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), *, group: str | None = None) -> Config:
     """The resolved configuration; relative paths in the file are relative to the file.
 
-    Overrides are ``table.key=value``, the value in TOML (bare words are taken as strings).
+    Overrides are ``table.key=value``, the value in TOML (bare words are taken as strings). ``group`` takes the settings
+    of that group of tenants (pipeline/groups.py).
 
     Raises: ConfigError with the file, the key and what was expected.
     """
@@ -382,7 +386,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: no such config file; give one with --config, infra/slipstream.toml is a model")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}")
-    return resolve(data, overrides, where=str(path), base=path.resolve().parent)
+    return resolve(of_group(data, group, where=str(path)), overrides, where=str(path), base=path.resolve().parent)
 
 
 def resolve(data: dict[str, Any], overrides: Sequence[str] = (), *, where: str, base: Path) -> Config:

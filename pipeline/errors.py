@@ -21,6 +21,13 @@ class StageError(SlipstreamError):
     """A stage cannot finish: too many rejects, a failed check, an empty result."""
 
 
+class Declined(StageError):
+    """An answer, and no failure: there is nothing to do, or the gate did not let a challenger through.
+
+    The command's exit status is 3.
+    """
+
+
 class DivergedError(StageError):
     """Training came to a gradient that is not finite."""
 

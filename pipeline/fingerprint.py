@@ -44,6 +44,22 @@ def fingerprint_id(fingerprint: TargetFingerprint) -> str:
     return _short(json.dumps(identity, sort_keys=True).encode())
 
 
+def require_present_target(made_for: TargetFingerprint | None, model: Path, *, dtype: str, where: str) -> None:
+    """Raises: FingerprintError when something was made for another target than this one is now, whatever layers are
+    read of it; what was made by hand carries no fingerprint, and passes."""
+    if made_for is None:
+        return
+    layers = made_for.target_layer_ids
+    present = target_fingerprint(model, dtype=dtype, target_layer_ids=layers)
+    if fingerprint_id(present) != fingerprint_id(made_for):
+        different = [name for name in type(present).model_fields if getattr(present, name) != getattr(made_for, name)]
+        raise FingerprintError(
+            f"{where}: made for another target than {model} is now ({', '.join(different)}: "
+            f"{fingerprint_id(made_for)} != {fingerprint_id(present)}). Point target.model at the one it was made for; "
+            "or, where the fleet serves the new one, `slipstream retire`, then `slipstream init-drafter` or `adopt`"
+        )
+
+
 def require_same_settings(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> None:
     """Raises: FingerprintError naming every setting that differs between two measurements, with both values."""
     different = [

@@ -4,12 +4,13 @@ import fcntl
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
+from pipeline import lease
 from pipeline.artifacts import (
     Manifest,
     artifact_dir,
@@ -80,10 +81,23 @@ def open_artifact(root: Path, kind: type[M], derivation: str) -> Artifact[M]:
 
 
 def set_current(root: Path, name: str, artifact: Artifact[Any]) -> None:
-    """Remember an artifact under a name, for the stage that is run next by hand."""
+    """Remember an artifact under a name, for the stage that is run next by hand.
+
+    Raises: StageError when it is another run's turn (pipeline/lease.py). The champion is what the fleet serves, and a
+    rollback waits for no run.
+    """
+    if name != "champion":
+        lease.require_turn(root)
     with exclusive(Path(root) / "current", "current.json", wait=True):
         names = current_names(root)
         names[name] = artifact.id
+        write_durably(Path(root) / "current.json", (json.dumps(names, indent=1, sort_keys=True) + "\n").encode())
+
+
+def forget_current(root: Path, forgotten: Iterable[str]) -> None:
+    """Name nothing under these names any more."""
+    with exclusive(Path(root) / "current", "current.json", wait=True):
+        names = {name: derivation for name, derivation in current_names(root).items() if name not in set(forgotten)}
         write_durably(Path(root) / "current.json", (json.dumps(names, indent=1, sort_keys=True) + "\n").encode())
 
 

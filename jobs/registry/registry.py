@@ -143,7 +143,7 @@ class Registry:
         return self._tags(model_name, version)[DERIVATION]
 
     def state(self, model_name: str, version: str) -> str:
-        """pending, passed or failed. Raises: StageError for a version that is not ours."""
+        """pending, passed, failed or retired. Raises: StageError for a version that is not ours."""
         return self._tags(model_name, version)[STATE]
 
     def set_state(self, model_name: str, version: str, state: str, *, reason: str) -> None:

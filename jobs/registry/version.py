@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.artifacts import DrafterCheckpoint
+from pipeline.fingerprint import fingerprint_id
 from pipeline.stages import Artifact
 
 PENDING, PASSED, FAILED = "pending", "passed", "failed"
+RETIRED = "retired"
+"""Made for a target that is served no more."""
 
 DERIVATION = "slipstream.derivation_id"
 CONTENT = "slipstream.content_id"
 STATE = "slipstream.state"
 WHY = "slipstream.state_reason"
 ATTACHED = "slipstream.attached"
+TARGET = "slipstream.target"
 UNLEARN_BY, UNLEARN_WHY = "slipstream.unlearn_by", "slipstream.unlearn_why"
 _PARENT = "slipstream.parent."
 _DATA = "slipstream.data."
@@ -28,8 +32,13 @@ class Version:
 
     @property
     def state(self) -> str:
-        """pending, passed or failed."""
+        """pending, passed, failed or retired."""
         return self.tags[STATE]
+
+    @property
+    def target(self) -> str | None:
+        """Fingerprint id of the target that it was made for; None where that is not on record."""
+        return self.tags.get(TARGET)
 
     @property
     def unlearn_by(self) -> str | None:
@@ -59,7 +68,9 @@ def lineage_tags(checkpoint: Artifact[DrafterCheckpoint]) -> dict[str, str]:
     """The tags that say what a checkpoint is and what it was made from."""
     manifest = checkpoint.manifest
     parents = {f"{_PARENT}{role}": parent for role, parent in manifest.parents.items()}
-    return {DERIVATION: checkpoint.id, CONTENT: manifest.content_id, "slipstream.role": manifest.role, **parents}
+    made_for = {TARGET: fingerprint_id(manifest.fingerprint)} if manifest.fingerprint else {}
+    own = {DERIVATION: checkpoint.id, CONTENT: manifest.content_id, "slipstream.role": manifest.role}
+    return {**own, **made_for, **parents}
 
 
 def data_tags(data: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,121 @@
+"""Whatever the runbook and infra/ tell people or machines to run is there, with the arguments that it is given."""
+
+import argparse
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs import cli
+from pipeline.config import Config
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+INFRA = CHECKOUT / "infra"
+RUNBOOK = (CHECKOUT / "docs" / "runbook.md").read_text()
+BEHIND = re.compile(r"(?:^|[ `/])(?:slipstream|python -m jobs\.cli) ([a-z][a-z-]+(?: [^`#\n|;]*)?)")
+
+
+def commands(text):
+    """Slipstream's commands in a text: in blocks, in quotes, behind a path."""
+    return [found.group(1).strip() for line in text.splitlines() for found in BEHIND.finditer(line)]
+
+
+def told():
+    blocks = "\n".join(re.findall(r"```\n(.*?)```", RUNBOOK, re.DOTALL))
+    quoted = "\n".join(f"`{code}`" for code in re.findall(r"`(slipstream [^`]+)`", RUNBOOK))
+    yield from ((command, "docs/runbook.md") for command in commands(blocks + "\n" + quoted))
+    for path in [
+        *INFRA.rglob("*.service"),
+        INFRA / "kubernetes" / "rayjob.yaml",
+        INFRA / "kubernetes" / "raycronjob.yaml",
+    ]:
+        lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+        yield from ((command, path.name) for command in commands("\n".join(lines)) if command.split()[0] != "set")
+    for path in (INFRA / "kubernetes").glob("*.yaml"):
+        for words in re.findall(r"command: \[slipstream, (.*)\]", path.read_text()):
+            yield words.replace(",", ""), path.name
+    for line in (INFRA / "cron" / "slipstream").read_text().splitlines():
+        if found := re.search(r'"\$SLIPSTREAM" (.*?) >>', line):
+            yield found.group(1), "cron"
+
+
+@pytest.mark.parametrize(("command", "where"), sorted(set(told())))
+def test_every_command_that_people_or_timers_are_told_to_run_exists_with_these_arguments(command, where):
+    name, *arguments = shlex.split(command)
+    assert name in cli.COMMANDS, f"{where}: slipstream {command}"
+    known = cli.COMMANDS[name]
+    if known.parses_itself:
+        return
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for common in ("--config", "--set", "--group", "--run"):
+        parser.add_argument(common)
+    parser.add_argument("--dry-run", action="store_true")
+    if known.add_arguments:
+        known.add_arguments(parser)
+    example = arguments or (["x"] if name in ("adopt", "lineage") else [])  # a name in a sentence
+    _, unknown = parser.parse_known_args(example)
+    assert unknown == [], f"{where}: slipstream {command}"
+
+
+def test_the_commands_above_are_found_at_all():
+    found = {command.split()[0] for command, _ in told()}
+    assert {"adopt", "due", "retrain", "retire", "rollback", "erase", "run"} <= found
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(infra/[\w./-]+|docs/[\w./-]+)`", RUNBOOK))))
+def test_every_file_that_the_runbook_names_is_there(path):
+    assert (CHECKOUT / path).exists()
+
+
+def pins(name):
+    lines = (CHECKOUT / "constraints" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_the_versions_in_infra_are_the_ones_that_are_installed():
+    gpu = pins("gpu.txt")
+    assert f"FROM vllm/vllm-openai:v{gpu['vllm']}\n" in (INFRA / "containers" / "Containerfile.serving").read_text()
+    for path in (INFRA / "kubernetes").glob("ray*.yaml"):
+        versions = re.findall(r"rayVersion: \"(.*)\"", path.read_text())
+        assert set(versions) == {gpu["ray"]}, path
+
+
+@pytest.mark.parametrize("path", sorted(INFRA.glob("containers/*")), ids=lambda path: path.name)
+def test_a_container_is_pinned_and_copies_what_there_is(path):
+    lines = path.read_text().splitlines()
+    bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert bases and all(re.search(r":v?\d+\.\d+\.\d+", base) for base in bases)
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    assert all((CHECKOUT / name).exists() for names in copied for name in names)
+    if path.suffix == ".serving":
+        assert copied == [["serving/"]]
+
+
+def test_images_and_claims_are_the_same_wherever_they_are_named():
+    images = set(re.findall(r"image: (\S+)", "\n".join(p.read_text() for p in (INFRA / "kubernetes").glob("*.yaml"))))
+    version = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+    assert images == {f"registry.example/slipstream-{name}:{version}" for name in ("cpu", "gpu", "serving")}
+
+
+def test_the_settings_in_the_config_map_are_settings():
+    for body in yaml.safe_load_all((INFRA / "kubernetes" / "shared.yaml").read_text()):
+        if body["kind"] == "ConfigMap":
+            config = Config.model_validate(tomllib.loads(body["data"]["slipstream.toml"]))
+    assert config.model_name == "target--support"
+
+
+def test_the_ray_cluster_of_machines_is_one_that_ray_takes():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())))
+
+
+def test_the_servers_script_takes_no_argument_that_mlflow_does_not_know():
+    from mlflow.cli import server
+
+    known = {option for parameter in server.params for option in parameter.opts}
+    asked = set(re.findall(r"--[a-z-]+", (INFRA / "mlflow" / "serve").read_text()))
+    assert asked <= known
