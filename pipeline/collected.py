@@ -19,7 +19,7 @@ import pyarrow as pa
 from pipeline.canonical import CanonicalRequest, canonical_request, named_subject
 from pipeline.collect_config import CollectConfig, RedactionConfig
 from pipeline.errors import Rejected
-from pipeline.on_record import ServedReply, served_reply
+from pipeline.on_record import ServedReply, inclusion_probability, served_reply
 from pipeline.redaction import Redacted, Redactor, conversation_of
 from pipeline.schemas import COLLECTED
 from pipeline.shards import commit_part, part_path
@@ -144,7 +144,7 @@ class Reading:
             "identified": isinstance(record.body.get("id"), str) and record.ts is not None,
             "conversation": subject,
             "weight": 1,
-            "served": 1 / _probability(record.body.get("inclusion_probability")),
+            "served": 1 / inclusion_probability(record.body),
             "last_seen": record.ts,
             "person": subject if record.body.get("subject") else None,
             "subjects": [subject],
@@ -184,15 +184,6 @@ def read_bucket(folder: Path, parts: Iterable[int], bucket: int) -> list[pa.Tabl
 def _redactor(settings: RedactionConfig, key: SplitKey) -> Redactor:
     """One a process: it remembers what it found in texts that come again."""
     return Redactor(settings, key)
-
-
-def _probability(value: Any) -> float:
-    """The tap's own probability of writing a record; a log that samples otherwise writes none. Raises: Rejected."""
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise Rejected("malformed_inclusion_probability")
-    return float(value)
 
 
 def _told(record: Record, request: CanonicalRequest, served: ServedReply | None) -> str:

@@ -47,11 +47,11 @@ class Noise:
     """What moves though nothing has changed: relative standard deviations."""
 
     conversation: float = 0.15
-    common: float = 0.015
-    route: float = 0.015
+    common: float = 0.01
+    route: float = 0.01
     lasts: float = 0.7
     """Correlation of the two above from hour to hour."""
-    day: float = 0.01
+    day: float = 0.007
     rhythm: float = 0.04
     bursts: int = 3
     outage_h: int = 5

@@ -74,21 +74,30 @@ def find_sources(
     """
     if not entries:
         raise ConfigError(f"{setting} is empty; give folders or files, e.g. --set '{setting}=[\"traffic\"]'")
+    found = list_sources(entries)
+    places = ", ".join(str(entry.path if isinstance(entry, SourceConfig) else entry) for entry in entries)
+    if not found:
+        raise ConfigError(f"{setting}: no .jsonl, .jsonl.gz or .jsonl.zst file in {places}")
+    with ThreadPoolExecutor(_THREADS) as threads:
+        read = threads.map(lambda one: _source(*one, block_bytes=block_bytes), found)
+        sources = [source for source in read if source.size_bytes]
+    if not sources:
+        raise ConfigError(f"{setting}: only empty files in {places}; no traffic was tapped yet")
+    return _told_apart(sorted(sources, key=lambda source: (source.name, source.sha256)))
+
+
+def list_sources(entries: Sequence[Path | str | SourceConfig]) -> list[tuple[Stored, SourceConfig, str]]:
+    """The files of find_sources, empty ones too, each with its settings and its name; nothing of them is read.
+
+    Raises: ConfigError when a path is missing.
+    """
     found: dict[str, tuple[Stored, SourceConfig, str]] = {}
     for entry in entries:
         settings = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
         for stored in listed(settings.path):
             if not stored.relative or _counts(stored.relative, settings.format):
                 found.setdefault(stored.location, (stored, settings, _name(stored, settings)))
-    places = ", ".join(str(entry.path if isinstance(entry, SourceConfig) else entry) for entry in entries)
-    if not found:
-        raise ConfigError(f"{setting}: no .jsonl, .jsonl.gz or .jsonl.zst file in {places}")
-    with ThreadPoolExecutor(_THREADS) as threads:
-        read = threads.map(lambda one: _source(*one, block_bytes=block_bytes), found.values())
-        sources = [source for source in read if source.size_bytes]
-    if not sources:
-        raise ConfigError(f"{setting}: only empty files in {places}; no traffic was tapped yet")
-    return _told_apart(sorted(sources, key=lambda source: (source.name, source.sha256)))
+    return list(found.values())
 
 
 def _counts(relative: str, log_format: str) -> bool:
@@ -124,7 +133,7 @@ def _told_apart(sources: Sequence[Source]) -> list[Source]:
 
 def _source(stored: Stored, settings: SourceConfig, name: str, *, block_bytes: int) -> Source:
     plain = opener_of(name) is None
-    size = _whole_lines(stored) if plain and is_open(stored.location) else stored.size_bytes
+    size = whole_lines(stored) if plain and is_open(stored.location) else stored.size_bytes
     digest, newlines = hashlib.sha256(), []
     for block in _blocks(stored.location, size, block_bytes):
         digest.update(block)
@@ -139,7 +148,7 @@ def _blocks(location: str, size_bytes: int, block_bytes: int) -> Iterator[bytes]
             yield block
 
 
-def _whole_lines(stored: Stored) -> int:
+def whole_lines(stored: Stored) -> int:
     """Bytes up to the end of the last whole line."""
     end = stored.size_bytes
     while end:

@@ -17,8 +17,8 @@ _RIDGE_SD = 0.1  # how far rhythm moves a rate, at most about
 _MIN_CONVERSATIONS = 5  # in an hour that the spread is told from
 _MIN_HOURS = 24  # a slice seen in fewer has no rhythm, and a level that nobody trusts
 _NO_DOUBT = 0.5  # standard error of such a level
-_PRIOR_DAYS = 3.0  # how many days' worth the serial correlation of hours weighs against what days themselves show
-_MAX_INFLATION = 8.0
+_PRIOR_DAYS, _PRIOR_DAYS_APART = 3, 0.01  # days differ by about a hundredth, until more are seen
+_MAX_Z, _MAX_SERIAL = 4.0, 0.75
 
 
 def learn(config: WatchConfig, hours: Sequence[Hour]) -> Reference:
@@ -41,16 +41,21 @@ def learn(config: WatchConfig, hours: Sequence[Hour]) -> Reference:
         doubt=np.zeros((len(slices), num_features, num_features)),
         by_square=zero,
         wobble=zero,
-        inflation=zero + 1,
+        excess=zero + 1,
+        days_apart=zero,
         separation=zero + 1,
         threshold=zero + 1,
         watched=zero == 0,
+        usual=overall,
         num_hours=len(hours),
     )
     laid = lay(cells, slices, hours)
     known = _fitted(replace(plain, by_square=_by_square(plain, laid)), laid)
-    inflation = _inflation(compare(known, laid))
-    known = replace(known, inflation=inflation, doubt=known.doubt * inflation[:, None, None])
+    before = compare(known, laid)
+    known = _lasting_wobble(known, before)
+    wider = np.nanmean(np.square(compare(known, laid).error / before.error), axis=0)
+    known = replace(known, doubt=known.doubt * np.nan_to_num(wider, nan=1.0)[:, None, None])
+    known = replace(known, days_apart=_days_apart(compare(known, laid)))
     return _calibrated(config, known, separations(config, compare(known, laid)))
 
 
@@ -71,9 +76,12 @@ def relevel(
     again = replace(reference, rate=reference.rate * (told * ratio + (1 - told) * (1 + moved[0])))
     rest, error = _moved(compare(again, laid))
     fitted = reference.fitted * (1 + rest)[:, None]
-    doubt = np.zeros_like(reference.doubt)
-    doubt[:, 0, 0] = (np.minimum(error, _NO_DOUBT) * fitted[:, 0]) ** 2
-    again = replace(again, fitted=fitted, doubt=doubt, num_hours=len(hours))
+    doubt = reference.doubt.copy()  # of the rhythm, which is as it was
+    doubt[:, 0, :] = doubt[:, :, 0] = 0.0
+    days = len(np.unique(laid.starts // 86400))
+    usual = accepted.sum() / drafts.sum() if (drafts := laid.drafts).sum() else reference.usual
+    doubt[:, 0, 0] = np.minimum(error**2 + reference.days_apart / days, _NO_DOUBT**2) * fitted[:, 0] ** 2
+    again = replace(again, fitted=fitted, doubt=doubt, usual=float(usual), num_hours=len(hours))
     return _calibrated(config, again, reference.separation), moved, error
 
 
@@ -140,23 +148,35 @@ def _left_over(rest: np.ndarray, sampling: np.ndarray, *, free: int) -> float:
     return max(0.0, float(((plain * rest**2).sum() * len(rest) / max(free, 1) - len(rest)) / plain.sum()))
 
 
-def _inflation(compared: Compared) -> np.ndarray:  # [slices]
-    """How much more a sum of hours varies than hours that know nothing of each other would: by the correlation of one
-    hour with the next, and by how far whole days lie apart."""
-    z = np.clip(compared.change / compared.error, -4, 4)
-    known, z = ~np.isnan(z), np.nan_to_num(z)
+def _lasting_wobble(reference: Reference, compared: Compared) -> Reference:
+    """The reference with its wobble as sums of hours have it: what one hour shares with the next adds up, while what
+    sampling does is new every hour."""
+    z = np.clip(compared.change / compared.error, -_MAX_Z, _MAX_Z)
+    rest = np.nan_to_num(z * compared.error)
+    known = ~np.isnan(z)
     both = known[1:] & known[:-1] & (np.diff(compared.starts) == HOUR_S)[:, None]
-    squares = np.where(both, (z[1:] ** 2 + z[:-1] ** 2) / 2, 0.0).sum(0)
-    serial = np.clip(np.where(both, z[1:] * z[:-1], 0.0).sum(0) / np.maximum(squares, 1e-9), 0.0, 0.75)
-    variance = np.maximum((z**2).sum(0) / np.maximum(known.sum(0), 1), 1.0)
-    by_hours = variance * (1 + serial) / (1 - serial)
-    day = compared.starts // 86400
-    days = [(day == one) for one in np.unique(day)]
-    by_day = np.stack([z[one].sum(0) ** 2 / np.maximum(known[one].sum(0), 1) for one in days])
-    # Level and weekend are fitted to the very days: two of them are not free.
-    free = max(len(days) - 2, 0)
-    mixed = (by_day.sum(0) + _PRIOR_DAYS * by_hours) / (free + _PRIOR_DAYS)
-    return np.clip(np.maximum(by_hours, mixed), 1, _MAX_INFLATION)
+    weight = np.where(both, 1 / np.maximum(np.nan_to_num(compared.error[1:] * compared.error[:-1]), 1e-8), 0.0)
+    shared = (weight * rest[1:] * rest[:-1]).sum(0) / np.maximum(weight.sum(0), 1e-9)
+    # The part that lasts may be more than the moments of single hours found: it is known more exactly.
+    wobble = np.maximum(reference.wobble, shared)
+    serial = np.clip(shared / np.maximum(wobble, 1e-9), 0.0, _MAX_SERIAL)
+    excess = np.maximum((np.nan_to_num(z) ** 2).sum(0) / np.maximum(known.sum(0), 1), 1.0)
+    return replace(reference, wobble=wobble * (1 + serial) / (1 - serial), excess=excess)
+
+
+def _days_apart(compared: Compared) -> np.ndarray:  # [slices]
+    """The variance between days beyond that of their hours. Few days tell little, so half of it is all slices' own."""
+    found = np.zeros(compared.change.shape[1])
+    weight = np.where(np.isnan(compared.change), 0.0, 1 / np.maximum(compared.error, 1e-6) ** 2)
+    days = [compared.starts // 86400 == day for day in np.unique(compared.starts // 86400)]
+    total = np.stack([weight[day].sum(0) for day in days])
+    means = np.stack([(weight[day] * np.nan_to_num(compared.change[day])).sum(0) for day in days]) / (total + 1e-12)
+    for i in range(len(found)):
+        some = total[:, i] > 0
+        # Level and weekend are fitted to these very days: two of them are not free.
+        found[i] = _left_over(means[some, i], 1 / total[some, i], free=int(some.sum()) - 2)
+    found = (len(days) * found + _PRIOR_DAYS * _PRIOR_DAYS_APART**2) / (len(days) + _PRIOR_DAYS)
+    return (found + found.mean()) / 2
 
 
 def _calibrated(config: WatchConfig, reference: Reference, separation: np.ndarray) -> Reference:

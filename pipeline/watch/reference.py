@@ -2,8 +2,8 @@
 
 Expected accepted drafts of a slice's hour = the drafts of each cell times the cell's own rate, so that a mix that moves
 moves what is expected with it; times the slice's level; times its rhythm over day and week. How far off has three
-parts, all learned (learning.py): the spread of conversations, the spread between hours (wobble), and how long hours and
-days stay alike, which inflates both.
+parts, all learned (learning.py): the spread of conversations, which is new every hour; wobble, which lasts for some
+hours; and what lasts for a day or longer, days that differ and doubt about what is expected: that much is tolerated.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,14 @@ class Reference:
     fitted: np.ndarray  # [slices, features] level (first) and rhythm, relative to the cells' rates
     doubt: np.ndarray  # [slices, features, features] covariance of those
     by_square: np.ndarray  # [slices] variance of accepted drafts, for each squared draft of a conversation
-    wobble: np.ndarray  # [slices] relative variance between hours
-    inflation: np.ndarray  # [slices] of both variances, since hours and days stay alike
+    wobble: np.ndarray  # [slices] relative variance between hours, more than each one's since it lasts for some
+    excess: np.ndarray  # [slices] factor on all variance: hours vary more than any of this says
+    days_apart: np.ndarray  # [slices] relative variance between days: how far one lies off for as long as it lasts
     separation: np.ndarray  # [slices] J of a typical hour (arl.py)
     threshold: np.ndarray  # [slices] of the CUSUM
     watched: np.ndarray  # [slices] bool: whether a shift shows in time
+    usual: float
+    """Accepted drafts a step of all traffic, in its mix of then."""
     num_hours: int
     """So many hours it was learned from."""
 
@@ -101,7 +104,7 @@ class Compared:
     expected: np.ndarray  # [hours, slices] accepted drafts
     change: np.ndarray  # [hours, slices] accepted / expected - 1
     error: np.ndarray  # [hours, slices] its standard deviation while nothing changes
-    doubt: np.ndarray  # [hours, slices] how well the expectation itself is known, as a standard deviation
+    lasting: np.ndarray  # [hours, slices] and for hours on end: doubt about what is expected, and days that differ
 
 
 def compare(reference: Reference, laid: Laid) -> Compared:
@@ -113,33 +116,38 @@ def compare(reference: Reference, laid: Laid) -> Compared:
     says = (drafts > (1 - _MAX_UNKNOWN) * laid.seen) & (expected > 0)
     sure = np.where(says, expected, 1.0)
     change = np.where(says, accepted / sure - 1, np.nan)
-    error = np.sqrt((reference.by_square * laid.spread[:, :, 1] / sure**2 + reference.wobble) * reference.inflation)
-    doubt = np.sqrt(np.maximum(np.einsum("hf,sfg,hg->hs", x, reference.doubt, x), 0)) / fitted
-    return Compared(laid.starts, drafts, accepted, expected, change, np.where(says, error, np.nan), doubt)
+    error = np.sqrt((reference.by_square * laid.spread[:, :, 1] / sure**2 + reference.wobble) * reference.excess)
+    doubt = np.maximum(np.einsum("hf,sfg,hg->hs", x, reference.doubt, x), 0) / fitted**2
+    lasting = np.sqrt(doubt + reference.days_apart)
+    return Compared(laid.starts, drafts, accepted, expected, change, np.where(says, error, np.nan), lasting)
 
 
 def step(config: WatchConfig, reference: Reference, compared: Compared, *, direction: int) -> np.ndarray:
     """What each hour adds to each CUSUM, [hours, slices]: the log-likelihood ratio of "shifted" against "off by what is
     tolerated".
 
-    ``direction`` is -1 for falls and 1 for rises. Tolerated is what is configured, or twice the doubt about what is
-    expected. An hour beyond three standard deviations counts as one of three.
+    ``direction`` is -1 for falls and 1 for rises. An hour beyond three standard deviations counts as one of three.
     """
-    tolerance = np.clip(2 * compared.doubt, config.tolerance, config.shift / 2)
-    room = config.shift - tolerance
+    tolerated = _tolerated(config, compared)
+    room = config.shift - tolerated
     error = np.maximum(compared.error, room / MAX_SEPARATION)
     separation = room / error
-    z = np.minimum((direction * compared.change - tolerance) / error, _MAX_Z)
+    z = np.minimum((direction * compared.change - tolerated) / error, _MAX_Z)
     added = separation * (z - separation / 2)
     return np.where(np.isnan(added) | ~reference.watched, 0.0, added)
 
 
 def separations(config: WatchConfig, compared: Compared) -> np.ndarray:  # [slices]
     """J of a typical hour: the root of the mean square, hours that say nothing included."""
-    room = config.shift - np.clip(2 * compared.doubt, config.tolerance, config.shift / 2)
+    room = config.shift - _tolerated(config, compared)
     with np.errstate(invalid="ignore"):
         found = np.where(np.isnan(compared.error), 0.0, np.minimum(room / compared.error, MAX_SEPARATION))
     return np.sqrt((found**2).mean(0))
+
+
+def _tolerated(config: WatchConfig, compared: Compared) -> np.ndarray:  # [hours, slices]
+    """The change that is no alarm, however long: the configured one, or twice what hours lie off for long anyway."""
+    return np.clip(2 * compared.lasting, config.tolerance, config.shift / 2)
 
 
 def features(starts: np.ndarray) -> np.ndarray:  # [hours, features]
