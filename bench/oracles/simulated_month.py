@@ -22,7 +22,8 @@ DIMENSIONS = ("route", "tenant", "language", "length")
 START = 1_798_761_600  # Friday, 1 January 2027, 00:00 UTC
 DAYS = 30
 
-ROUTES = {"support": (0.4, 1.9), "search": (0.3, 1.2), "code": (0.2, 2.6), "notes": (0.1, 1.5)}  # share, accepted a step
+# Share of the traffic, accepted drafts a step.
+ROUTES = {"support": (0.4, 1.9), "search": (0.3, 1.2), "code": (0.2, 2.6), "notes": (0.1, 1.5)}
 _PEAK_H = {"support": 14, "search": 17, "code": 13, "notes": 2}  # the hour at which a route is busiest, UTC
 LANGUAGES = {"en": (0.6, 1.0, 16), "de": (0.2, 0.93, 10), "ja": (0.2, 0.8, 3)}  # share, factor, busiest hour
 LENGTHS = {"≤128": (0.3, 1.05), "≤512": (0.5, 1.0), "≤2048": (0.2, 0.92)}

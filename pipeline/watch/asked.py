@@ -206,3 +206,11 @@ def read_days(folder: Path, *, since: int, erased: frozenset[str] = frozenset())
             write_day(folder, body["start"], left)
         found[body["start"]] = left
     return found
+
+
+def forget_days(folder: Path, *, before: int) -> None:
+    """Remove what is older."""
+    oldest = file_of(folder, before).name
+    for path in folder.glob("[0-9]*.json"):
+        if path.name < oldest:
+            path.unlink(missing_ok=True)

@@ -14,10 +14,8 @@ _MAX_CHARTS = 7
 _MAX_ALARMS = 12
 
 
-def page(
-    body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: Seen, *, replicas: Mapping[str, Any], title: str
-) -> str:
-    """The page of a JSON body (view.as_json) and of the hours behind it; ``replicas``: URL → what is shown of it."""
+def page(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: Seen, *, title: str) -> str:
+    """The page of the body of alarms.json and of the hours behind it."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -38,7 +36,7 @@ def page(
         firing=[one for one in alarms if one["fires"]],
         others=[one for one in alarms if not one["fires"]],
         charts=_charts(body, state, hours, seen),
-        replicas=replicas,
+        replicas=body["replicas"],
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.acceptance import acceptance_length
 from pipeline.watch.accepted import Watching
 from pipeline.watch.alarms import Alarm
-from pipeline.watch.hours import ALL, HOUR_S, Hour
+from pipeline.watch.hours import HOUR_S, Hour
 from pipeline.watch.reference import Compared, Reference, compare, lay
 from pipeline.watch.state import Seen, State
 from pipeline.watch.wording import when

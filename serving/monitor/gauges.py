@@ -15,7 +15,7 @@ NAMES = {
     "days_to_find": "Days of usual traffic until a shift of the configured size is found, by slice",
     "alarm": "1 while an alarm of this kind holds and nobody has taken it on",
     "asked_drift": "How far what is asked lies from the reference, by dimension: 1 is an alarm",
-    "speedup": "Tokens a second with speculation over without, by the gate's points at the live load, by replica",
+    "speedup": "Tokens a second with speculation over without, by the gate's points at the live load",
     "break_even_acceptance_length": "Acceptance length at which speculation costs what it gains at the live load",
     "replica_up": "Whether a replica answered the last look",
     "replica_acceptance_length": "Acceptance length by the replica's own counters, over the last hour",

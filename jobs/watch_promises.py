@@ -1,0 +1,81 @@
+"""What the gate measured of the versions that serve: their acceptance by slice, and their speed."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from jobs.registry import Registry
+from pipeline.artifacts import MANIFEST, AcceptanceReport, DrafterCheckpoint, SpeedReport, artifact_dir, find
+from pipeline.config import Config
+from pipeline.errors import SlipstreamError
+from pipeline.schemas import ACCEPTANCE
+from pipeline.shards import read_tables
+from pipeline.watch.pays import Point, points_of
+from pipeline.watch.promise import Promise, promise_of
+from pipeline.watch.served import UNKNOWN_VERSION
+
+logger = logging.getLogger("slipstream")
+
+
+class Promises:
+    """Asks MLflow and the run root once a version."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._made: dict[str, Promise | None] = {}
+        self._points: dict[str, list[Point]] = {}
+
+    def of(self, versions: Iterable[str]) -> dict[str, Promise]:
+        """Version → its promise, of those that were measured here."""
+        for version in versions:
+            if version not in self._made:
+                self._look_up(version)
+        return {version: made for version, made in self._made.items() if made is not None}
+
+    def points(self, version: str | None) -> Sequence[Point]:
+        """Where the version's speculation pays, as far as `slipstream speed` measured it."""
+        if version is not None and version not in self._made:
+            self._look_up(version)
+        return self._points.get(version or "", [])
+
+    def _look_up(self, version: str) -> None:
+        self._made[version] = None
+        try:
+            if (derivation := self._derivation(version)) is not None:
+                self._made[version] = _promise(self._config, version, derivation)
+                self._points[version] = _points(self._config, derivation)
+        except SlipstreamError as error:  # the watch goes on without: what is expected is learned from traffic
+            logger.warning("watch: nothing is known of drafter version %s (%s)", version, error)
+
+    def _derivation(self, version: str) -> str | None:
+        """The derivation id of a version by its label; of the champion where records carry no label."""
+        config = self._config
+        if config.promote.tracking_uri is None and not (config.root / "mlflow.db").exists():
+            return None
+        registry = Registry(config.promote.tracking_uri, config.root)
+        if version == UNKNOWN_VERSION:
+            champion = registry.alias(config.model_name, "champion")
+            return champion and registry.derivation(config.model_name, champion)
+        known = {one.version: one.derivation_id for one in registry.versions(config.model_name)}
+        return known.get(version)
+
+
+def _promise(config: Config, version: str, derivation: str) -> Promise | None:
+    """Of the newest report that measured this drafter, as challenger or as champion."""
+    reports = (config.root / AcceptanceReport.kind).glob(f"*/{MANIFEST}")
+    for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
+        report = find(path.parent, AcceptanceReport)
+        roles = [role for role in ("challenger", "champion") if report.parents.get(role) == derivation]
+        if roles:
+            rows = read_tables(path.parent, report.shards, ACCEPTANCE).to_pylist()
+            return promise_of(version, report.derivation_id, rows, roles[0], settings=report.settings)
+    return None
+
+
+def _points(config: Config, derivation: str) -> list[Point]:
+    drafter = find(artifact_dir(config.root, DrafterCheckpoint, derivation), DrafterCheckpoint)
+    speeds = (config.root / SpeedReport.kind).glob(f"*/{MANIFEST}")
+    for path in sorted(speeds, key=lambda path: path.stat().st_mtime, reverse=True):
+        speed = find(path.parent, SpeedReport)
+        if drafter is not None and speed.parents.get("drafter") == derivation:
+            return points_of(speed.points, drafter.block_size - 1)
+    return []
