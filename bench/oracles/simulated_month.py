@@ -15,12 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.watch.asked import Asked
 from pipeline.watch.hours import HOUR_S, Cell, Hour, hour_of_arrays
+from pipeline.watch.served import BUCKETS
 
 RECORDS = Path(__file__).resolve().parents[1] / "records" / "support_mails.parquet"
 DIMENSIONS = ("route", "tenant", "language", "length")
 START = 1_798_761_600  # Friday, 1 January 2027, 00:00 UTC
 DAYS = 30
+_ASKED_AN_HOUR = 12
 
 # Share of the traffic, accepted drafts a step.
 ROUTES = {"support": (0.4, 1.9), "search": (0.3, 1.2), "code": (0.2, 2.6), "notes": (0.1, 1.5)}
@@ -82,8 +85,12 @@ def month(
     days: int = DAYS,
     noise: Noise | None = None,
     mix: Sequence[Shift] = (),
+    samples: dict[int, list[Asked]] | None = None,
 ) -> Iterator[Hour]:
-    """The hours of a month, in order; an outage has none. ``mix``: shifts of traffic, not of acceptance."""
+    """The hours of a month, in order; an outage has none. ``mix``: shifts of traffic, not of acceptance.
+
+    ``samples`` gets what was asked: start of a day → a sample of its conversations, before its last hour is given.
+    """
     noise, rng, kinds = noise or Noise(), np.random.default_rng(seed), cells()
     rates = np.array([ROUTES[r][1] * LANGUAGES[g][1] * LENGTHS[n][1] for r, _, g, n in kinds])
     wobble = {name: 0.0 for name in ("all", *ROUTES)}
@@ -91,6 +98,7 @@ def month(
     bursts = _bursts(rng, noise.bursts, days, len(kinds))
     out = int(rng.integers(0, 24 * days - noise.outage_h)) if noise.outage_h else None
     day_effect, phase = 1.0, rng.uniform(0, 2 * math.pi, len(ROUTES))
+    asked: list[int] = []
     for hour in range(24 * days):
         if hour % 24 == 0:
             day_effect = math.exp(rng.normal(0, noise.day))
@@ -111,12 +119,27 @@ def month(
             if hour >= one.hour:
                 share = np.where([one.applies(cell) for cell in kinds], share * one.factor, share)
         volume = conversations_a_day / 24 * _volume(hour % 24, weekend) * math.exp(rng.normal(0, 0.1))
-        yield _hour(rng, hour, volume, share / share.sum(), rate, noise, bursts.get(hour, ()), kinds)
+        count = rng.poisson(volume)
+        kind = rng.choice(len(kinds), count, p=share / share.sum())
+        made = _hour(rng, hour, kind, rate, noise, bursts.get(hour, ()), kinds)
+        if samples is not None:
+            asked += rng.choice(kind, min(len(kind), _ASKED_AN_HOUR), replace=False).tolist()
+            if hour % 24 == 23:
+                samples[START + (hour - 23) * HOUR_S] = _sample(rng, asked, kinds)
+                asked = []
+        yield made
 
 
-def _hour(rng, hour, volume, share, rate, noise, bursts, kinds) -> Hour:
-    count = rng.poisson(volume)
-    kind = rng.choice(len(kinds), count, p=share)
+def _hour(
+    rng: np.random.Generator,
+    hour: int,
+    kind: np.ndarray,  # [conversations] index into kinds
+    rate: np.ndarray,  # [kinds] accepted drafts a step
+    noise: Noise,
+    bursts: Sequence[tuple[int, int, float]],
+    kinds: Sequence[Cell],
+) -> Hour:
+    count = len(kind)
     requests = 1 + rng.poisson(0.6, count)
     effect = np.exp(rng.normal(0, noise.conversation, count))
     for cell, size, own in bursts:
@@ -132,7 +155,19 @@ def _hour(rng, hour, volume, share, rate, noise, bursts, kinds) -> Hour:
     return hour_of_arrays(start, "1", DIMENSIONS, np.arange(len(kind)), kind, sums, cells=kinds)
 
 
-def _bursts(rng, count, days, num_cells) -> dict[int, list[tuple[int, int, float]]]:
+def _sample(rng: np.random.Generator, asked: Sequence[int], kinds: Sequence[Cell]) -> list[Asked]:
+    """Conversations of a day; pieces of their words depend on route and language, and differ from one to the next."""
+    found = []
+    for number, index in enumerate(asked):
+        cell = kinds[index]
+        words = np.random.default_rng([list(ROUTES).index(cell[0]), list(LANGUAGES).index(cell[2])])
+        usual = words.gamma(2.0, 1.0, BUCKETS)
+        own = rng.poisson(60 * rng.gamma(3.0, 1 / 3.0, BUCKETS) * usual / usual.sum())
+        found.append(Asked(f"{number}", float(rng.random()), cell, np.minimum(own, 255).astype(np.uint8)))
+    return found
+
+
+def _bursts(rng: np.random.Generator, count: int, days: int, num_cells: int) -> dict[int, list[tuple[int, int, float]]]:
     """Hour → (cell, requests, factor) of subjects that send thousands of requests for some hours."""
     found: dict[int, list[tuple[int, int, float]]] = {}
     for _ in range(count):
