@@ -47,7 +47,7 @@ class Promises:
             logger.warning("watch: nothing is known of drafter version %s (%s)", version, error)
 
     def _derivation(self, version: str) -> str | None:
-        """The derivation id of a version by its label; of the champion where records carry no label."""
+        """The derivation id of a version by its label, a number or that id; the champion's where records have none."""
         config = self._config
         if config.promote.tracking_uri is None and not (config.root / "mlflow.db").exists():
             return None
@@ -55,7 +55,10 @@ class Promises:
         if version == UNKNOWN_VERSION:
             champion = registry.alias(config.model_name, "champion")
             return champion and registry.derivation(config.model_name, champion)
-        known = {one.version: one.derivation_id for one in registry.versions(config.model_name)}
+        made = registry.versions(config.model_name)
+        known = {one.derivation_id: one.derivation_id for one in made} | {
+            one.version: one.derivation_id for one in made
+        }
         return known.get(version)
 
 
@@ -65,7 +68,7 @@ def _promise(config: Config, version: str, derivation: str) -> Promise | None:
     for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
         report = find(path.parent, AcceptanceReport)
         roles = [role for role in ("challenger", "champion") if report.parents.get(role) == derivation]
-        if roles:
+        if roles and report.shards:
             rows = read_tables(path.parent, report.shards, ACCEPTANCE).to_pylist()
             return promise_of(version, report.derivation_id, rows, roles[0], settings=report.settings)
     return None
