@@ -138,7 +138,9 @@ def _learned_again(config: WatchConfig, state: Watching, own: Sequence[Hour]) ->
         return state
     days = len(own) // _DAY_H
     if days < config.learn_days:
-        return replace(state, reference=relevel(config, reference, settled)[0])
+        # The level is of the hours that settled it until there are more than those.
+        is_surer = len(settled) > min(reference.num_hours, config.settle_hours)
+        return replace(state, reference=relevel(config, reference, settled)[0]) if is_surer else state
     return _with(state, learn(config, settled), own[-1].start + HOUR_S) if days % _WEEK == 0 else state
 
 

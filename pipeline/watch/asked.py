@@ -11,6 +11,7 @@ where days are few.
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -82,88 +83,73 @@ def drifts(
     at: int,
 ) -> list[Drift]:
     """Every dimension of the day that begins ``at``, against days of its kind; empty while there are too few."""
-    alike = {start: sample for start, sample in reference.items() if sample and _kind(start) == _kind(at)}
-    pool = alike if len(alike) >= 2 else {start: sample for start, sample in reference.items() if sample}
-    if len(reference) < _MIN_DAYS or not pool or not day:
+    starts = [start for start, sample in reference.items() if sample]
+    if len(starts) < _MIN_DAYS or not day:
         return []
-    rng = np.random.default_rng(at)
+    kinds = np.array([_is_weekend(start) for start in starts])
+    alike = kinds == _is_weekend(at)
+    alike = alike if alike.sum() >= 2 else np.ones(len(starts), bool)
     level = 1 / (config.asked_false_alarm_days * (len(dimensions) + 1))
     found = []
     for name in (*dimensions, WORDS):
-        measure = _measure(name, dimensions)
-        own, others = measure(day), measure([one for sample in pool.values() for one in sample])
-        own, others = _aligned(own, others)
-        statistic = _apart(name, own, others)
-        limit = max(_limit(name, measure, reference, level), config.asked_min_psi if name != WORDS else 0.0)
-        p = _p(name, own, others, statistic, rng) if statistic > limit else 1.0
+        rows = _rows(name, dimensions, [day, *(reference[start] for start in starts)])
+        sums, sizes = np.stack([one.sum(0) for one in rows]), np.array([len(one) for one in rows])
+        statistic = _apart(name, sums[0], sizes[0], sums[1:][alike].sum(0), sizes[1:][alike].sum())
+        least = config.asked_min_psi if name != WORDS else 0.0
+        limit = max(_limit(name, sums[1:], sizes[1:], kinds, level), least)
+        others = [one for one, is_alike in zip(rows[1:], alike, strict=True) if is_alike]
+        p = _p(name, rows[0], np.concatenate(others), statistic, seed=at) if statistic > limit else 1.0
         found.append(Drift(name, statistic, limit, p))
     return found
 
 
-def _kind(start: int) -> bool:
-    """Whether a day is on a weekend."""
+def _is_weekend(start: int) -> bool:
     return datetime.fromtimestamp(start, UTC).weekday() >= 5
 
 
-def _measure(name: str, dimensions: Sequence[str]):
-    """Conversations → what is compared: values, or rows of numbers."""
+def _rows(name: str, dimensions: Sequence[str], samples: Sequence[Sequence[Asked]]) -> list[np.ndarray]:
+    """What is compared, a row a conversation: roots of the sketch's shares, or a one in the column of its value. The
+    rarest values share a column."""
     if name == WORDS:
-        return lambda sample: _roots(np.stack([one.sketch for one in sample]).astype(float))
+        counts = [np.stack([one.sketch for one in sample]).astype(float) for sample in samples]
+        return [np.sqrt(one / np.maximum(one.sum(1, keepdims=True), 1)) for one in counts]
     place = list(dimensions).index(name)
-    return lambda sample: np.array([one.cell[place] for one in sample], dtype=object)
+    values = [[one.cell[place] for one in sample] for sample in samples]
+    common = [value for value, _ in Counter(value for one in values for value in one).most_common(_MAX_VALUES)]
+    column = {value: i for i, value in enumerate(sorted(common))}
+    every = np.eye(len(column) + 1)
+    return [every[[column.get(value, len(column)) for value in one]] for one in values]
 
 
-def _roots(counts: np.ndarray) -> np.ndarray:  # [conversations, BUCKETS]
-    return np.sqrt(counts / np.maximum(counts.sum(1, keepdims=True), 1))
-
-
-def _aligned(own: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values as columns of ones and zeros, the rarest together; rows of numbers stay."""
-    if own.dtype != object:
-        return own, others
-    values, counts = np.unique(np.concatenate([own, others]).astype(str), return_counts=True)
-    named = {value: i for i, value in enumerate(values[np.argsort(-counts, kind="stable")][:_MAX_VALUES])}
-    width = len(named) + 1
-
-    def columns(sample: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(sample), width))
-        found[np.arange(len(sample)), [named.get(str(value), width - 1) for value in sample]] = 1
-        return found
-
-    return columns(own), columns(others)
-
-
-def _apart(name: str, own: np.ndarray, others: np.ndarray) -> float:
-    """The statistic, from rows of two samples."""
+def _apart(name: str, own: np.ndarray, num_own: int, others: np.ndarray, num_others: int) -> float:
+    """The statistic, from the sums of two samples' rows and their sizes."""
     if name == WORDS:
-        return float(np.square(own.mean(0) - others.mean(0)).sum())
-    a, b = ((rows.sum(0) + 0.5) / (len(rows) + 0.5 * rows.shape[1]) for rows in (own, others))
+        return float(np.square(own / num_own - others / num_others).sum())
+    a, b = (own + 0.5) / (num_own + 0.5 * len(own)), (others + 0.5) / (num_others + 0.5 * len(own))
     return float(((a - b) * np.log(a / b)).sum())
 
 
-def _limit(name: str, measure: Any, reference: Mapping[int, Sequence[Asked]], level: float) -> float:
-    """What a further day of the reference's kind exceeds with a probability of ``level``."""
+def _limit(name: str, sums: np.ndarray, sizes: np.ndarray, kinds: np.ndarray, level: float) -> float:
+    """What a further day like the reference's exceeds with a probability of ``level``: every day of it is compared with
+    the others of its kind."""
     from scipy.stats import t
 
     logs = []
-    for start, sample in reference.items():
-        others = [s for other, s in reference.items() if other != start and _kind(other) == _kind(start) and s]
-        others = others or [s for other, s in reference.items() if other != start and s]
-        if sample and others:
-            own, rest = _aligned(measure(sample), measure([one for s in others for one in s]))
-            logs.append(math.log(max(_apart(name, own, rest), 1e-9)))
-    if len(logs) < _MIN_DAYS:
-        return math.inf
+    for i in range(len(sizes)):
+        rest = (kinds == kinds[i]) & (np.arange(len(sizes)) != i)
+        rest = rest if rest.any() else np.arange(len(sizes)) != i
+        logs.append(math.log(max(_apart(name, sums[i], sizes[i], sums[rest].sum(0), sizes[rest].sum()), 1e-9)))
     spread = float(np.std(logs, ddof=1)) * math.sqrt(1 + 1 / len(logs))
     return math.exp(float(np.mean(logs)) + float(t.ppf(1 - level, len(logs) - 1)) * spread)
 
 
-def _p(name: str, own: np.ndarray, others: np.ndarray, statistic: float, rng: np.random.Generator) -> float:
+def _p(name: str, own: np.ndarray, others: np.ndarray, statistic: float, *, seed: int) -> float:
     """The share of deals of the same conversations that lie as far apart."""
-    both, count = np.concatenate([own, others]), 1
+    rng, both, count = np.random.default_rng(seed), np.concatenate([own, others]), 1
+    whole = both.sum(0)
     for _ in range(_PERMUTATIONS):
-        order = rng.permutation(len(both))
-        count += _apart(name, both[order[: len(own)]], both[order[len(own) :]]) >= statistic
+        dealt = both[rng.choice(len(both), len(own), replace=False)].sum(0)
+        count += _apart(name, dealt, len(own), whole - dealt, len(others)) >= statistic
     return count / (_PERMUTATIONS + 1)
 
 

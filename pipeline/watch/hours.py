@@ -42,11 +42,13 @@ class Hour:
     @cached_property
     def slices(self) -> dict[str, tuple[float, float, float]]:
         """Slice → requests, drafts, accepted drafts."""
-        found: dict[str, np.ndarray] = {}
+        found: dict[str, list[float]] = {}
         for cell, sums in self.cells.items():
             for name in slices_of(cell, self.dimensions):
-                found[name] = found.get(name, 0) + np.asarray(sums)
-        return {name: tuple(map(float, sums)) for name, sums in found.items()}
+                own = found.setdefault(name, [0.0, 0.0, 0.0])
+                for i, count in enumerate(sums):
+                    own[i] += count
+        return {name: (own[0], own[1], own[2]) for name, own in found.items()}
 
 
 def slices_of(cell: Cell, dimensions: Sequence[str]) -> list[str]:

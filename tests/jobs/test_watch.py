@@ -215,11 +215,11 @@ class Replica(BaseHTTPRequestHandler):
         drafts, accepted = self.counts
         body = (
             "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 4\n"
-            f"# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total {drafts}\n"
-            "# TYPE vllm:spec_decode_num_accepted_tokens counter\n"
+            f"# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total {drafts}\n"
+            "# TYPE vllm:spec_decode_num_accepted_tokens_total counter\n"
             f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
-            f"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total {drafts + accepted}\n"
-            f"# TYPE vllm:request_success counter\nvllm:request_success_total {drafts / 30}\n"
+            f"# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total {drafts + accepted}\n"
+            f"# TYPE vllm:request_success_total counter\nvllm:request_success_total {drafts / 30}\n"
         ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

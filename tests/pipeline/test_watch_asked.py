@@ -102,7 +102,7 @@ def test_samples_come_back_as_they_were_kept_without_erased_subjects(tmp_path):
 
 
 def test_the_sample_is_of_the_lowest_ranks_and_a_rank_is_uniform():
-    ranks = [rank_of(f"{i * 2**38:013x}0", 1.0) for i in range(1, 2**13, 128)]
+    ranks = [rank_of(f"{i * 2**39:013x}0", 1.0) for i in range(1, 2**13, 128)]
     assert min(ranks) >= 0 and max(ranks) <= 1 and np.mean(ranks) == pytest.approx(0.5, abs=0.02)
     sample = day(5, size=50)
     assert [one.rank for one in lowest(sample, 10)] == sorted(one.rank for one in sample)[:10]

@@ -32,11 +32,11 @@ def test_slices_are_the_whole_and_every_value_and_a_dimension_of_one_value_says_
 
 
 def test_what_is_expected_follows_the_mix(reference):
-    # Twice the code at the same rates: the plain average rises by a fifth, and nothing has changed.
+    # Four times the code at the same rates: the plain average rises by a seventh, and nothing has changed.
     other = {cell: n * (4 if cell[0] == "code" else 1) for cell, n in MIX.items()}
     usual, moved = hour(WEEK), hour(WEEK, mix=other)
     (_, drafts, accepted), (_, drafts_2, accepted_2) = usual.slices["all"], moved.slices["all"]
-    assert accepted_2 / drafts_2 > 1.15 * accepted / drafts
+    assert accepted_2 / drafts_2 > 1.13 * accepted / drafts
     assert np.abs(against(reference, [moved]).change).max() < 0.01
 
 

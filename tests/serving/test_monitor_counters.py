@@ -17,21 +17,22 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 2.0
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
-# TYPE vllm:generation_tokens counter
+# TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{engine="0",model_name="m"} 300.0
 vllm:generation_tokens_total{engine="1",model_name="m"} 30.0
+# TYPE vllm:generation_tokens_created gauge
 vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e+09
-# TYPE vllm:request_success counter
+# TYPE vllm:request_success_total counter
 vllm:request_success_total{engine="0",finished_reason="stop"} 7.0
 vllm:request_success_total{engine="0",finished_reason="length"} 2.0
-# TYPE vllm:spec_decode_num_drafts counter
+# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 10.0
-# TYPE vllm:spec_decode_num_draft_tokens counter
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 300.0
-# TYPE vllm:spec_decode_num_accepted_tokens counter
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 200.0
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 90.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 40.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 5.0
