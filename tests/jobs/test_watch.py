@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jobs.watch import FIRING, Watch, take
+from jobs.watch import FIRING, take
+from jobs.watch_look import Watch
 from pipeline.artifacts import AcceptanceReport, SpeedReport, commit, describe_file
 from pipeline.config import Config
 from pipeline.errors import ConfigError
@@ -178,6 +179,27 @@ def test_another_watch_that_goes_on_is_asked_what_it_saw(tmp_path, folder):
         body = Watch(config_of(config.root, sources=[folder], watch={})).look()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and json.loads(done.stdout) == body
+
+
+def test_a_part_that_cannot_be_read_is_read_by_the_next_look_and_counts_once(tmp_path, folder, monkeypatch):
+    from pipeline.errors import StageError
+    from pipeline.watch import logs
+
+    config = config_of(tmp_path / "root", sources=[folder])
+    write_log(folder, records(0, 3))
+    read = logs.read
+
+    def breaks(new, *, max_line_bytes):
+        for number, record in enumerate(read(new, max_line_bytes=max_line_bytes)):
+            if number == 17:
+                raise StageError("the storage is gone")
+            yield record
+
+    monkeypatch.setattr(logs, "read", breaks)
+    assert look(config, 1)["records"] == {}
+    monkeypatch.setattr(logs, "read", read)
+    monkeypatch.setattr(logs, "PART_BYTES", 5000)
+    assert look(config, 1)["records"] == {"counted": 60}
 
 
 def test_records_that_cannot_be_counted_are_told_by_reason(tmp_path, folder):

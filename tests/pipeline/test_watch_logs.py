@@ -36,6 +36,23 @@ def test_a_file_that_grows_is_read_on_and_half_a_line_waits_for_its_end(tmp_path
     assert ids == ["3", "4"]
 
 
+def test_a_large_file_is_read_in_parts_and_every_line_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "PART_BYTES", 100)  # less than two lines
+    (tmp_path / "a.jsonl").write_bytes(lines(*range(20)))
+    ids, positions = [], {}
+    for _ in range(100):
+        found, positions = look(tmp_path, positions)
+        ids += found
+    assert ids == [str(number) for number in range(20)]
+
+
+def test_a_packed_file_that_breaks_off_is_read_on_from_the_record_where_it_did(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(1, 2, 3)))
+    (new,) = logs.unread([SourceConfig(path=tmp_path)], {})
+    positions = {new.key: logs.broken_off(new, 2)}
+    assert look(tmp_path, positions)[0] == ["3"]
+
+
 def test_a_file_that_is_committed_is_not_read_again(tmp_path):
     path = tmp_path / "traffic-h-1-1700000000000.open.jsonl"
     path.write_bytes(lines(1))
