@@ -57,8 +57,12 @@ class Watch:
         """One look at everything: what came since the last one is counted, judged and kept; the body of alarms.json."""
         now = self.clock()
         self.replicas.look(scrape_all(self.config.serving.replicas, timeout_s=self.settings.scrape_timeout_s))
-        self._read(now)
+        is_whole = self._read(now)
         until = int((now - 60 * self.settings.late_minutes) // HOUR_S) * HOUR_S
+        if not is_whole and self.reading.closed is not None:
+            until = self.reading.closed + HOUR_S  # hours wait for what could not be read
+        elif not is_whole:
+            until = 0
         self._close(until)
         seen = self._seen(until)
         state = fold(self.settings, self.state, self.hours, seen, until=until)
@@ -70,9 +74,10 @@ class Watch:
         self._keep(body, seen)
         return body
 
-    def _read(self, now: float) -> None:
+    def _read(self, now: float) -> bool:
+        """Count what is new; whether all of it could be read."""
         if not self.sources:
-            return
+            return True
         reader = Reader.of(self.config, self.key)
         self.reading.without(reader.erased)
         failed: set[str] = set()
@@ -81,6 +86,7 @@ class Watch:
                 if not self._read_part(new, reader, now):
                     failed.add(new.key)
         self.reading.positions = logs.kept(self.reading.positions, self.sources)
+        return not failed
 
     def _read_part(self, new: logs.Unread, reader: Reader, now: float) -> bool:
         """Count a part of a file; whether it could be read. One that could not is tried again with the next look."""

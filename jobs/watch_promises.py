@@ -1,12 +1,13 @@
 """What the gate measured of the versions that serve: their acceptance by slice, and their speed."""
 
 import logging
+import math
+import time
 from collections.abc import Iterable, Sequence
 
 from jobs.registry import Registry
 from pipeline.artifacts import MANIFEST, AcceptanceReport, DrafterCheckpoint, SpeedReport, artifact_dir, find
 from pipeline.config import Config
-from pipeline.errors import SlipstreamError
 from pipeline.schemas import ACCEPTANCE
 from pipeline.shards import read_tables
 from pipeline.watch.pays import Point, points_of
@@ -15,36 +16,44 @@ from pipeline.watch.served import UNKNOWN_VERSION
 
 logger = logging.getLogger("slipstream")
 
+_PAUSE_S = 600.0
+
 
 class Promises:
-    """Asks MLflow and the run root once a version."""
+    """Asks MLflow and the run root once a version; again after some minutes where they gave no answer."""
 
     def __init__(self, config: Config):
         self._config = config
-        self._made: dict[str, Promise | None] = {}
+        self._made: dict[str, Promise] = {}
         self._points: dict[str, list[Point]] = {}
+        self._ask_again: dict[str, float] = {}
 
     def of(self, versions: Iterable[str]) -> dict[str, Promise]:
         """Version → its promise, of those that were measured here."""
         for version in versions:
-            if version not in self._made:
-                self._look_up(version)
-        return {version: made for version, made in self._made.items() if made is not None}
+            self._look_up(version)
+        return dict(self._made)
 
     def points(self, version: str | None) -> Sequence[Point]:
         """Where the version's speculation pays, as far as `slipstream speed` measured it."""
-        if version is not None and version not in self._made:
+        if version is not None:
             self._look_up(version)
         return self._points.get(version or "", [])
 
     def _look_up(self, version: str) -> None:
-        self._made[version] = None
+        now = time.monotonic()
+        if now < self._ask_again.get(version, -math.inf):
+            return
+        self._ask_again[version] = math.inf
         try:
-            if (derivation := self._derivation(version)) is not None:
-                self._made[version] = _promise(self._config, version, derivation)
-                self._points[version] = _points(self._config, derivation)
-        except SlipstreamError as error:  # the watch goes on without: what is expected is learned from traffic
+            if (derivation := self._derivation(version)) is None:
+                return
+            if made := _promise(self._config, version, derivation):
+                self._made[version] = made
+            self._points[version] = _points(self._config, derivation)
+        except Exception as error:  # whatever MLflow raises: the watch goes on, what is expected it learns from traffic
             logger.warning("watch: nothing is known of drafter version %s (%s)", version, error)
+            self._ask_again[version] = now + _PAUSE_S
 
     def _derivation(self, version: str) -> str | None:
         """The derivation id of a version by its label, a number or that id; the champion's where records have none."""
@@ -56,9 +65,7 @@ class Promises:
             champion = registry.alias(config.model_name, "champion")
             return champion and registry.derivation(config.model_name, champion)
         made = registry.versions(config.model_name)
-        known = {one.derivation_id: one.derivation_id for one in made} | {
-            one.version: one.derivation_id for one in made
-        }
+        known = {label: one.derivation for one in made for label in (one.derivation, one.number)}
         return known.get(version)
 
 

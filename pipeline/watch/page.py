@@ -25,7 +25,8 @@ def page(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: See
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"figure": figures.figure, "percent": figures.percent, "signed": _signed, "ms": figures.ms}
+    environment.filters |= {name: getattr(figures, name) for name in ("figure", "times", "percent", "rate", "ms")}
+    environment.filters["signed"] = _signed
     environment.filters["count"] = lambda number: f"{number:,.0f}"
     environment.globals["label"] = {"served": "served", "expected": "expected", "promised": "promised by the gate"}
     alarms = list(reversed(body["alarms"]))[:_MAX_ALARMS]

@@ -77,7 +77,8 @@ class Reading:
             others = sum(sums[0] for name, rows in versions.items() if name != version for sums in rows.values())
             yield hour_of(start, version, self.dimensions, versions[version], others=round(others))
         last = int(until // HOUR_S) * HOUR_S - HOUR_S
-        self.closed = last if self.closed is None else max(self.closed, last)
+        if last >= 0:
+            self.closed = last if self.closed is None else max(self.closed, last)
 
     def days(self, config: WatchConfig) -> Iterator[tuple[int, list[Asked]]]:
         """The samples of days that are closed."""
