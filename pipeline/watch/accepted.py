@@ -18,6 +18,7 @@ from pipeline.watch.alarms import ACCEPTED, ASKED, PROMISE, Alarm, ended
 from pipeline.watch.hours import ALL, HOUR_S, Hour
 from pipeline.watch.learning import learn, relevel
 from pipeline.watch.reference import Reference, compare, lay, step
+from pipeline.watch.wording import when
 from pipeline.watch_config import WatchConfig
 
 FALLS, RISES = -1, 1
@@ -25,6 +26,7 @@ _QUIET_SHARE = 0.4  # of the threshold: with a CUSUM above it, something may hav
 _MIN_SHARE = 0.6  # of the hours of the learning days have to have traffic
 _DAY_H, _WEEK = 24, 7
 _NAMED = 4  # slices in a message
+_LIKE_THE_MOST = 0.7  # of the largest change: slices that changed about as much
 
 
 @dataclass(frozen=True)
@@ -228,11 +230,15 @@ def _alarmed(config: WatchConfig, state: Watching, change: np.ndarray, direction
 
 
 def _message(changes: Mapping[str, float | None], since: int, falls: bool) -> str:
-    from pipeline.watch.wording import when
-
-    whole = "everywhere" if ALL in changes else "in " + ", ".join(list(changes)[:_NAMED])
-    more = len(changes) - _NAMED
-    known = [value for value in changes.values() if value is not None]
-    size = f" by {abs(changes[ALL] if changes.get(ALL) is not None else known[0]):.0%}" if known else ""
-    rest = f" and {more} more slices" if more > 0 and ALL not in changes else ""
-    return f"accepted drafts a step {'fell' if falls else 'rose'}{size} {whole}{rest} since about {when(since)}"
+    """What happened, by how much where that is known: everywhere, or in the slices that changed most."""
+    sizes = {name: abs(value) for name, value in changes.items() if value is not None}
+    most = max(sizes.values(), default=None)
+    moved = "fell" if falls else "rose"
+    if ALL in changes and (most is None or sizes[ALL] >= _LIKE_THE_MOST * most):
+        size = "" if most is None else f" by {sizes[ALL]:.0%}"
+        return f"accepted drafts a step {moved}{size} everywhere since about {when(since)}"
+    named = [name for name in changes if name != ALL and (most is None or sizes[name] >= _LIKE_THE_MOST * most)]
+    size = "" if most is None else f" by {most:.0%}"
+    rest = len(named) - _NAMED
+    more = f" and {rest} more slices" if rest > 0 else ""
+    return f"accepted drafts a step {moved}{size} in {', '.join(named[:_NAMED])}{more} since about {when(since)}"

@@ -53,11 +53,12 @@ def _headline(body: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _charts(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: Seen) -> list[tuple[str, Any]]:
-    """The whole and the slices with the largest changes, as lines over days from now."""
+    """The whole, the slices that alarms name, and those that moved most, as lines over days from now."""
     slices = body["slices"]
-    moved = sorted((n for n in slices if n != ALL), key=lambda n: -abs(slices[n].get("change") or 0))
+    named = [name for one in body["alarms"] if one["fires"] for name in one["slices"]]
+    moved = sorted(slices, key=lambda name: -abs(slices[name].get("change") or 0))
     found = []
-    for name in [ALL, *moved][:_MAX_CHARTS]:
+    for name in [name for name in dict.fromkeys([ALL, *named, *moved]) if name in slices][:_MAX_CHARTS]:
         lines = {k: v for k, v in series(state, hours, seen, name, now=body["at_s"]).items() if any(y for _, y in v)}
         if chart := charts.line_chart(lines):
             found.append((name, chart))

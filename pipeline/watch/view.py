@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.acceptance import acceptance_length
 from pipeline.watch.accepted import Watching
-from pipeline.watch.alarms import Alarm
+from pipeline.watch.alarms import ACCEPTED, Alarm
 from pipeline.watch.hours import HOUR_S, Hour
 from pipeline.watch.reference import Compared, Reference, compare, lay
 from pipeline.watch.state import Seen, State
@@ -16,7 +16,7 @@ from pipeline.watch.wording import when
 from pipeline.watch_config import WatchConfig
 
 _DAY_H = 24
-_SMOOTHED_H = 6  # a point of a line is so many hours together
+_EVERY_H = 6  # between two points of a line
 _SHOWN_ALARMS = 50
 
 
@@ -41,22 +41,38 @@ def as_json(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen
 
 
 def series(state: State, hours: Sequence[Hour], seen: Seen, name: str, *, now: float) -> dict[str, list]:
-    """Line → (days from now, acceptance length) of a slice: what was served, what was expected, what was promised."""
+    """Line → (days from now, acceptance length) of a slice, each point of a whole day, so that no rhythm hides what
+    moves: what was served, what was expected of it then, and what the gate promised."""
     found: dict[str, list] = {"served": [], "expected": [], "promised": []}
-    reference = state.accepted.reference
-    compared = _compared(reference, hours) if reference and name in reference.slices else None
-    for end in range(_SMOOTHED_H, len(hours) + 1, _SMOOTHED_H):
-        part = hours[end - _SMOOTHED_H : end]
-        at = (part[-1].start + HOUR_S - now) / 86400
-        sums = np.array([hour.slices.get(name, (0.0, 0.0, 0.0)) for hour in part]).sum(0)
-        found["served"].append((at, acceptance_length(sums[1], sums[2]) if sums[1] else None))
-        promised = _promised(seen, part[-1].version, name)
-        found["promised"].append((at, promised))
-        if compared is not None and part[0].start >= state.accepted.since:
-            i = reference.slices.index(name)
-            drafts, expected = (x[end - _SMOOTHED_H : end, i].sum() for x in (compared.drafts, compared.expected))
-            found["expected"].append((at, acceptance_length(drafts, expected) if drafts else None))
+    drafts, expected = _expected(state, hours, name)
+    counts = np.array([hour.slices.get(name, (0.0, 0.0, 0.0)) for hour in hours]).reshape(-1, 3)
+    for end in range(min(_DAY_H, len(hours)), len(hours) + 1, _EVERY_H):
+        day = slice(max(end - _DAY_H, 0), end)
+        at = (hours[end - 1].start + HOUR_S - now) / 86400
+        _, steps, accepted = counts[day].sum(0)
+        found["served"].append((at, acceptance_length(steps, accepted) if steps else None))
+        found["promised"].append((at, _promised(seen, hours[end - 1].version, name)))
+        known = drafts[day].sum()
+        found["expected"].append((at, acceptance_length(known, expected[day].sum()) if known else None))
     return found
+
+
+def _expected(state: State, hours: Sequence[Hour], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts, and accepted drafts that were expected of them when they were served; zero where nothing was.
+
+    What is expected now has the levels after the last shift: before its alarm was raised, it was without that shift.
+    """
+    watching = state.accepted
+    if watching.reference is None or name not in watching.reference.slices or not hours:
+        return np.zeros(len(hours)), np.zeros(len(hours))
+    compared, i = _compared(watching.reference, hours), watching.reference.slices.index(name)
+    own = np.array([hour.version == watching.version for hour in hours]) & ~np.isnan(compared.change[:, i])
+    factor = np.ones(len(hours))
+    for alarm in state.alarms:
+        if alarm.kind == ACCEPTED:
+            change = dict(alarm.changes).get(name, 0.0)
+            factor[compared.starts < alarm.at] /= max(1 + change, 0.1)
+    return np.where(own, compared.drafts[:, i], 0.0), np.where(own, compared.expected[:, i] * factor, 0.0)
 
 
 def told_apart(state: Watching, hours: Sequence[Hour]) -> dict[str, float | None]:

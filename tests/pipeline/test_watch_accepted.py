@@ -58,6 +58,8 @@ def test_a_fall_in_one_route_is_told_as_that_routes(learned):
     assert max(alarm.changes, key=lambda name: -alarm.changes[name]) == "route=code"
     assert alarm.changes["route=code"] == pytest.approx(-0.15, abs=0.015)
     assert "route=mail" not in alarm.changes
+    # The whole fell too, by about half as much: that is no fall everywhere.
+    assert "fell by 15% in route=code since" in alarm.message
 
 
 def test_what_is_asked_may_change_without_an_alarm(learned):
