@@ -12,7 +12,6 @@ _OF_SLICE = {
     "expected": "expected_acceptance_length",
     "promised": "promised_acceptance_length",
     "threshold": "cusum_threshold",
-    "days_to_find": "days_to_find",
 }
 
 
@@ -22,6 +21,8 @@ def gauges(body: Mapping[str, Any], *, newest: float | None) -> Iterator[Gauge]:
         for key, gauge in _OF_SLICE.items():
             if one.get(key) is not None:
                 yield Gauge(gauge, one[key], {"slice": name})
+        if "days_to_find" in one:
+            yield Gauge("seconds_to_find", 86400 * one["days_to_find"], {"slice": name})
         for direction in ("falls", "rises"):
             if direction in one:
                 yield Gauge("cusum", one[direction], {"slice": name, "direction": direction})

@@ -12,7 +12,7 @@ NAMES = {
     "promised_acceptance_length": "Acceptance length that the gate measured, by slice",
     "cusum": "Evidence for a shift of acceptance, by slice and direction",
     "cusum_threshold": "The evidence at which an alarm is raised, by slice",
-    "days_to_find": "Days of usual traffic until a shift of the configured size is found, by slice",
+    "seconds_to_find": "Seconds of usual traffic until a shift of the configured size is found, by slice",
     "alarm": "1 while an alarm of this kind holds and nobody has taken it on",
     "asked_drift": "How far what is asked lies from the reference, by dimension: 1 is an alarm",
     "speedup": "Tokens a second with speculation over without, by the gate's points at the live load",
