@@ -92,6 +92,12 @@ def _erase_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--subjects-file", type=_path, metavar="FILE", help=kept)
 
 
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="one look: JSON, and exit status 3 while an alarm fires")
+    about = "say that these alarms (ids, or all) are being seen to: they fire no more"
+    parser.add_argument("--take", action="append", default=[], metavar="ALARM", help=about)
+
+
 def _path(text: str) -> Any:
     from pathlib import Path
 
@@ -253,6 +259,16 @@ COMMANDS: dict[str, Command] = {
         "rows whose newest request is older than retention.ttl_days leave the run root",
         "slipstream expire --set retention.ttl_days=90",
         needs_ray=False,
+    ),
+    "watch": Command(
+        "jobs.watch",
+        "live acceptance by slice against what is expected and promised; alarms when it shifts, or traffic does",
+        "slipstream watch --once",
+        more="Reads the tap's records (watch.sources, else collect.sources) and the counters of serving.replicas.\n"
+        "alarms.json, metrics.prom and report.html lie in watch/ under the root. With --once it ends with status 0\n"
+        'where nothing fires, and 3 where something does; "retrain" in the JSON says whether training is the answer.',
+        needs_ray=False,
+        add_arguments=_watch_arguments,
     ),
     "retire": Command(
         "jobs.retire",

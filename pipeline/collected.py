@@ -20,7 +20,7 @@ import pyarrow as pa
 from pipeline.canonical import CanonicalRequest, canonical_request, named_subject
 from pipeline.collect_config import CollectConfig, RedactionConfig
 from pipeline.errors import Rejected
-from pipeline.on_record import ServedReply, served_reply
+from pipeline.on_record import ServedReply, inclusion_probability, served_reply
 from pipeline.redaction import Redacted, Redactor, conversation_of
 from pipeline.schemas import COLLECTED
 from pipeline.shards import commit_part, part_path
@@ -171,7 +171,7 @@ class Reading:
             "identified": isinstance(record.body.get("id"), str) and record.ts is not None,
             "conversation": subject,
             "weight": 1,
-            "served": 1 / _probability(record.body.get("inclusion_probability")),
+            "served": 1 / inclusion_probability(record.body),
             "last_seen": record.ts,
             "person": subject if _names_somebody(record.body) else None,
             "subjects": [subject],
@@ -216,15 +216,6 @@ def _redactor(settings: RedactionConfig, key: SplitKey) -> Redactor:
 def _names_somebody(body: Mapping[str, Any]) -> bool:
     """Whether it says whose it was: not where the tap gave a request without a subject one of its own."""
     return bool(body.get("subject")) and not str(body["subject"]).startswith("request:")
-
-
-def _probability(value: Any) -> float:
-    """The tap's own probability of writing a record; a log that samples otherwise writes none. Raises: Rejected."""
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise Rejected("malformed_inclusion_probability")
-    return float(value)
 
 
 def _told(record: Record, request: CanonicalRequest, served: ServedReply | None) -> str:

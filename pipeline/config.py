@@ -20,6 +20,7 @@ from pipeline.deploy_config import DeployConfig
 from pipeline.errors import ConfigError
 from pipeline.groups import of_group
 from pipeline.retrain_config import RetrainConfig
+from pipeline.watch_config import WatchConfig
 
 # What an engine of ours is always given; the settings of [target] and [regenerate] say with which values.
 _OWN_ENGINE_ARGS = {
@@ -355,6 +356,7 @@ class Config(Frozen):
     retrain: RetrainConfig = RetrainConfig()
     serving: ServingConfig = ServingConfig()
     deploy: DeployConfig = DeployConfig()
+    watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")
     def _reuse_tells_adapters_apart(self) -> Self:
@@ -447,6 +449,7 @@ def _anchor_paths(config: Config, base: Path) -> Config:
             "root": absolute(config.root),
             "target": config.target.model_copy(update={"model": absolute(config.target.model)}),
             "collect": config.collect.model_copy(update={"sources": tuple(map(anchored, config.collect.sources))}),
+            "watch": config.watch.model_copy(update={"sources": tuple(map(anchored, config.watch.sources))}),
             "init": config.init.model_copy(update={"sources": tuple(map(absolute, config.init.sources))}),
             "evaluate": config.evaluate.model_copy(
                 update={"general_sources": tuple(map(absolute, config.evaluate.general_sources))}

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.errors import Rejected
+
 
 @dataclass(frozen=True)
 class ServedReply:
@@ -60,3 +62,13 @@ def _token_ids(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
         return None
     return tuple(value)
+
+
+def inclusion_probability(body: Mapping[str, Any]) -> float:
+    """The tap's own probability of writing a record; a log that samples otherwise writes none. Raises: Rejected."""
+    value = body.get("inclusion_probability")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise Rejected("malformed_inclusion_probability")
+    return float(value)

@@ -38,7 +38,7 @@ def language(messages: Sequence[Mapping[str, Any]]) -> str:
 
     Source: py3langid (langid.py's model, 97 languages).
     """
-    words = next((_text(message) for message in reversed(messages) if message["role"] == "user"), "")
+    words = next((text_of(message) for message in reversed(messages) if message["role"] == "user"), "")
     if sum(character.isalpha() for character in words) < _MIN_LETTERS:
         return UNKNOWN
     import py3langid
@@ -73,7 +73,8 @@ def _bucket(value: float, ends: tuple[float, ...]) -> str:
     return next((f"≤{end:g}" for end in ends if value <= end), f">{ends[-1]:g}")
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
+    """The words of a message, its parts one after the other."""
     content = message.get("content")
     if isinstance(content, list):
         return " ".join(part["text"] for part in content if isinstance(part.get("text"), str))

@@ -1,0 +1,175 @@
+"""One look of the watch: what came since the last one is read, counted, judged, and kept for people and for tools."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jobs.watch_gauges import gauges
+from jobs.watch_promises import Promises
+from jobs.watch_replicas import Replicas, read_replicas
+from pipeline.artifacts import write_durably
+from pipeline.config import Config
+from pipeline.errors import ConfigError, Rejected, StageError
+from pipeline.sources import Record, Unreadable
+from pipeline.split import load_key
+from pipeline.watch import asked, logs, view
+from pipeline.watch.hours import HOUR_S, Hour, forget_hours, read_hours, write_hour
+from pipeline.watch.page import page
+from pipeline.watch.reading import Reading, read_reading
+from pipeline.watch.served import Reader, Served
+from pipeline.watch.state import Seen, State, fold, read_state, write_state
+from serving.monitor.gauges import exposition
+from serving.monitor.scrape import scrape_all
+
+logger = logging.getLogger("slipstream")
+
+FOLDER = "watch"
+ALARMS, METRICS, PAGE, TAKEN = "alarms.json", "metrics.prom", "report.html", "taken.json"
+
+
+class Watch:
+    """The watch of one run root; look by look. Everything that it knows is on disk after each of them."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.time):
+        self.config, self.settings, self.clock = config, config.watch, clock
+        self.folder = config.root / FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.key, self.promises = load_key(config), Promises(config)
+        self.sources = self.settings.sources or config.collect.sources
+        if not self.sources and not config.serving.replicas:
+            raise ConfigError(
+                "there is nothing to watch: give collect.sources (the tap's records), serving.replicas (base URLs, for "
+                "their counters), or both"
+            )
+        self.dimensions = self.settings.dimensions if self.sources else ("replica",)
+        self.reading: Reading = read_reading(self.folder, self.dimensions)
+        self.replicas: Replicas = read_replicas(self.folder)
+        self.state: State = read_state(self.folder)
+        self.hours: list[Hour] = self._kept_hours()
+        self.text = b""
+        """The metrics of the last look."""
+
+    def look(self) -> dict[str, Any]:
+        """One look at everything: what came since the last one is counted, judged and kept; the body of alarms.json."""
+        now = self.clock()
+        self.replicas.look(scrape_all(self.config.serving.replicas, timeout_s=self.settings.scrape_timeout_s))
+        is_whole = self._read(now)
+        until = int((now - 60 * self.settings.late_minutes) // HOUR_S) * HOUR_S
+        if not is_whole and self.reading.closed is not None:
+            until = self.reading.closed + HOUR_S  # hours wait for what could not be read
+        elif not is_whole:
+            until = 0
+        self._close(until)
+        seen = self._seen(until)
+        state = fold(self.settings, self.state, self.hours, seen, until=until)
+        taken = read_taken(self.folder)
+        alarms = [replace(one, taken=one.taken or taken.get(one.id)) for one in state.alarms]
+        self.state = state.with_alarms(alarms)
+        body = view.as_json(self.settings, self.state, self.hours, seen, now=now)
+        body |= {"replicas": self.replicas.shown(), "records": dict(self.reading.outcomes)}
+        self._keep(body, seen)
+        return body
+
+    def _read(self, now: float) -> bool:
+        """Count what is new; whether all of it could be read."""
+        if not self.sources:
+            return True
+        reader = Reader.of(self.config, self.key)
+        self.reading.without(reader.erased)
+        failed: set[str] = set()
+        while parts := [one for one in logs.unread(self.sources, self.reading.positions) if one.key not in failed]:
+            for new in parts:
+                if not self._read_part(new, reader, now):
+                    failed.add(new.key)
+        self.reading.positions = logs.kept(self.reading.positions, self.sources)
+        return not failed
+
+    def _read_part(self, new: logs.Unread, reader: Reader, now: float) -> bool:
+        """Count a part of a file; whether it could be read. One that could not is tried again with the next look."""
+        found: list[Served | str] = []
+        try:
+            for record in logs.read(new, max_line_bytes=self.config.collect.max_line_bytes):
+                found.append(_served(record, reader))
+        except StageError as error:
+            logger.warning("watch: %s; the next look tries again", error)
+            if not new.is_packed:
+                return False
+            self.reading.positions[new.key] = logs.broken_off(new, len(found))
+            is_whole = False
+        else:
+            is_whole = True
+            self.reading.positions[new.key] = logs.after(new, len(found))
+        for one in found:
+            self.reading.outcomes[self._counted(one, now)] += 1
+        return is_whole
+
+    def _counted(self, one: Served | str, now: float) -> str:
+        """What became of a record."""
+        try:
+            if isinstance(one, Served):
+                self.reading.take(one, self.settings, self.key, now=now)
+                return "counted"
+            return one
+        except Rejected as reason:
+            return str(reason)
+
+    def _close(self, until: int) -> None:
+        """Keep the hours that are over: first they, then how far was read."""
+        if not self.sources:
+            last = self.hours[-1].start if self.hours else -1
+            new = [hour for hour in self.replicas.hours_until(until) if hour.start > last]
+        else:
+            new = list(self.reading.close(until))
+        for hour in new:
+            write_hour(self.folder / "hours", hour)
+        for day, sample in self.reading.days(self.settings):
+            asked.write_day(self.folder / "asked", day, sample)
+        self.reading.write(self.folder, self.settings)
+        self.replicas.write(self.folder)
+        self.hours += new
+        if new:
+            oldest = until - self.settings.keep_days * asked.DAY_S
+            forget_hours(self.folder / "hours", before=oldest)
+            self.hours = [hour for hour in self.hours if hour.start >= oldest]
+            asked.forget_days(self.folder / "asked", before=oldest)
+
+    def _seen(self, until: int) -> Seen:
+        since = until - (self.settings.reference_days + 2) * asked.DAY_S
+        erased = Reader.of(self.config, self.key).erased
+        days = asked.read_days(self.folder / "asked", since=since, erased=erased)
+        versions = {hour.version for hour in self.hours[-48:]}
+        version = self.hours[-1].version if self.hours else None
+        return Seen(days, self.replicas.loads(), self.promises.points(version), self.promises.of(versions))
+
+    def _keep(self, body: dict[str, Any], seen: Seen) -> None:
+        write_state(self.folder, self.state)
+        text = json.dumps(body, indent=1, allow_nan=False) + "\n"
+        write_durably(self.folder / ALARMS, text.encode())
+        self.text = exposition(gauges(body, newest=self.reading.newest))
+        write_durably(self.folder / METRICS, self.text)
+        shown = page(body, self.state, self.hours, seen, title=self.config.model_name)
+        write_durably(self.folder / PAGE, shown.encode())
+
+    def _kept_hours(self) -> list[Hour]:
+        """The hours on disk; one that was closed by a look which was killed is closed again by the next."""
+        found = read_hours(self.folder / "hours")
+        closed = self.reading.closed
+        return found if not self.sources or closed is None else [hour for hour in found if hour.start <= closed]
+
+
+def _served(record: Record | Unreadable, reader: Reader) -> Served | str:
+    """A record as it counts, or why it does not."""
+    try:
+        return record.reason if isinstance(record, Unreadable) else reader.served(record)
+    except Rejected as reason:
+        return str(reason)
+
+
+def read_taken(folder: Path) -> dict[str, str]:
+    """Id of an alarm → when it was taken on."""
+    path = folder / TAKEN
+    return json.loads(path.read_text()) if path.exists() else {}
