@@ -2,6 +2,7 @@
 # make test           set-up, then the tests
 # make test-services  set-up with PostgreSQL, Chromium and Airflow, then the tests that need real services; starts and ends them
 # make install        set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
+# make airflow        Airflow in an environment of its own, .venv-airflow
 #
 # PYTHON=python3.11            which interpreter makes .venv
 # TORCH_INDEX_URL=URL          an extra index with torch's +cpu wheels, where pip's own finds none; CPU variant only
@@ -15,12 +16,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EMPTY := $(wildcard packaging/empty/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-services bench lint clean
+.PHONY: help install airflow demo test test-services bench lint clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 install: $(STAMP)
+
+airflow: install
+	@packaging/install_airflow $(BIN)/python .venv-airflow
 
 demo: install
 	$(BIN)/slipstream demo
@@ -28,9 +32,8 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-services: install
+test-services: install airflow
 	@packaging/install_services "$(PIP)"
-	@packaging/install_airflow $(BIN)/python .venv-airflow
 	$(BIN)/python -m pytest tests/services $(PYTEST_ARGS)
 
 bench: install

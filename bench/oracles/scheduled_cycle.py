@@ -116,6 +116,7 @@ def _told(
 
 
 def _settings(folder: Path) -> Path:
+    sys.path.insert(0, str(CHECKOUT / "tests"))
     from tiny import tiny_target
 
     target = tiny_target(folder / "target", layers=6, favourite=300)

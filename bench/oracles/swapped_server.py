@@ -75,7 +75,7 @@ def swapped_server(
             tiny.tiny_drafter(roots / "1", target, seed=1),
             tiny.tiny_drafter(roots / "2", target, seed=2, proposes=TOY_FAVOURITE),
         ]
-    roots.mkdir(exist_ok=True)
+    roots.mkdir(parents=True, exist_ok=True)
     server = VllmServer(
         model=target,
         drafter=Path(drafters[0]),
