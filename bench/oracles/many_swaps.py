@@ -21,6 +21,7 @@ JUDGED_FROM = 60
 
 def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) -> dict[str, Figure]:
     """Failed requests, changed tokens, pause and memory; every other request is streamed."""
+    judged = swaps >= JUDGED_FROM
     with swapped_server(workdir, clients=clients, **server) as swapped:
         asked = [
             one | ({"stream": True, "stream_options": {"include_usage": True}} if i % 2 else {})
@@ -28,12 +29,13 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         ]
         outcomes, memory = [], []
         with Driver(swapped.server.base_url, asked, concurrency=clients) as driver:
-            driver.wait_for(WARM_REQUESTS if swaps >= JUDGED_FROM else 2 * len(asked))  # an answer to every prompt
+            driver.wait_for(WARM_REQUESTS if judged else 2 * len(asked))  # an answer to every prompt
+            before = _growth_alone(swapped, driver, requests=50 * clients) if judged else 0.0
             for i in range(swaps):
                 outcomes.append(swapped.swap(*(("1", "2") if i % 2 == 0 else ("2", "1"))))
                 driver.wait_for(len(driver.replies) + clients)
                 memory.append((len(driver.replies), swapped.memory()))
-            alone = _growth_alone(swapped, driver, requests=30 * clients) if swaps >= JUDGED_FROM else 0.0
+            after = _growth_alone(swapped, driver, requests=50 * clients) if judged else 0.0
             replies = driver.stop()
         drafter = sum(file.stat().st_size for file in swapped.folders["1"].glob("*.safetensors"))
     pauses = sorted(outcome.pause_s for outcome in outcomes)
@@ -48,28 +50,31 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         "swaps.door_closed_p99_s": shown(percentile(closed, 0.99), n=swaps, median=statistics.median(closed)),
         "swaps.longest_request_s": shown(max(reply.latency_s for reply in replies), n=len(replies)),
     }
-    return figures | _memory(memory, alone, drafter_bytes=drafter)
+    return figures | _memory(memory, (before, after), drafter_bytes=drafter)
 
 
 def _growth_alone(swapped: Swapped, driver: Driver, *, requests: int) -> float:
-    """Bytes that a request adds to the server without any swap. Later ones add less, so this is taken last."""
+    """Bytes that a request adds to the server without any swap."""
     seen = []
     for _ in range(40):
-        driver.wait_for(len(driver.replies) + requests // 10)
+        driver.wait_for(len(driver.replies) + requests // 40)
         seen.append((len(driver.replies), swapped.memory()))
     return growth(seen)
 
 
-def _memory(memory: list[tuple[int, int]], alone: float, *, drafter_bytes: int) -> dict[str, Figure]:
-    """What a swap adds beyond the requests around it, in drafters: one that is never freed would be 1."""
+def _memory(memory: list[tuple[int, int]], alone: tuple[float, float], *, drafter_bytes: int) -> dict[str, Figure]:
+    """What a swap adds beyond the requests around it, in drafters: one that is never freed would be 1.
+
+    A request adds less the more there were, so what it adds by itself is the mean of before and after the swaps.
+    """
     if len(memory) < SETTLED_AFTER + 5:
         return {}
-    settled = memory[max(SETTLED_AFTER, len(memory) // 2) :]
+    settled = memory[SETTLED_AFTER:]
     swaps = len(settled) - 1
     requests = (settled[-1][0] - settled[0][0]) / swaps
-    added = (growth(settled) - alone) * requests / drafter_bytes
+    added = (growth(settled) - sum(alone) / 2) * requests / drafter_bytes
     mib = {"memory_mib": [round(held / 2**20, 1) for _, held in memory]}
-    note = {"n": swaps, "bytes_a_request_alone": round(alone), "drafter_bytes": drafter_bytes, **mib}
+    note = {"n": swaps, "bytes_a_request_alone": [round(one) for one in alone], "drafter_bytes": drafter_bytes, **mib}
     if len(memory) < JUDGED_FROM:
         return {"swaps.memory_drafters_a_swap": shown(added, **note)}
     return {"swaps.memory_drafters_a_swap": at_most(added, 0.1, **note)}
