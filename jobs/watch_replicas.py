@@ -13,9 +13,10 @@ from pipeline.watch.pays import Load
 from serving.monitor.counters import Counted, Counters, between
 
 FILE = "replicas.json"
-VERSION = 1
+VERSION = 2
 KEEP_HOURS = 72
-_SUMS = ("seconds", "num_drafts", "num_accepted_tokens", "num_tokens", "num_requests", "step_s", "num_steps")
+_STEPS = ("step_s", "num_steps", "num_iterations")
+_SUMS = ("seconds", "num_drafts", "num_accepted_tokens", "num_tokens", "num_requests", *_STEPS)
 _GAUGE = ("running", "busy_looks")
 _MIN_LOOKS = 12  # of an hour: with fewer, the mean of a gauge says less than the sum of the steps' times
 _SPREAD = 0.5  # of accepted drafts between requests, relative: assumed where no record says it
@@ -128,10 +129,16 @@ def _load(url: str, start: int, sums: Sums) -> Load:
 
 
 def _running(sums: Sums) -> float:
-    """Requests at a time: the mean of what looks saw, or by Little's law of the time that requests spent in steps."""
+    """Requests at a time while there were any: the mean of what looks saw.
+
+    With few looks, the larger of two figures that are never too high: by Little's law of the time that requests spent
+    in steps, which counts idle time; and requests in a step of the engine, which counts prefills as steps, and a step
+    once for each API server process.
+    """
     if sums["busy_looks"] >= _MIN_LOOKS:
         return sums["running"] / sums["busy_looks"]
-    return sums["step_s"] / sums["seconds"] if sums["seconds"] else 0.0
+    by_time = sums["step_s"] / sums["seconds"] if sums["seconds"] else 0.0
+    return max(by_time, sums["num_steps"] / sums["num_iterations"] if sums["num_iterations"] else 0.0)
 
 
 def _assumed(requests: float, drafts: float, accepted: float) -> tuple[float, float, float, float]:
