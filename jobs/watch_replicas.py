@@ -45,6 +45,7 @@ class Replicas:
                 self._add(url, one, counted)
             self.last[url] = one
         self.last = {url: one for url, one in self.last.items() if url in found}
+        self.restarts = {url: count for url, count in self.restarts.items() if url in found}
 
     def _add(self, url: str, now: Counters, counted: Counted) -> None:
         start = int(now.at // HOUR_S) * HOUR_S
@@ -55,30 +56,33 @@ class Replicas:
             sums["running"], sums["busy_looks"] = sums["running"] + now.running, sums["busy_looks"] + 1
         if counted.restarted:
             self.restarts[url] = self.restarts.get(url, 0) + 1
-        self.hours = {key: one for key, one in self.hours.items() if key[0] > start - KEEP_HOURS * HOUR_S}
+        self.hours = {key: one for key, one in self.hours.items() if abs(start - key[0]) < KEEP_HOURS * HOUR_S}
 
     def loads(self) -> list[Load]:
         """The hours of every replica."""
         return [_load(url, start, sums) for (start, url), sums in sorted(self.hours.items())]
 
-    def hours_until(self, until: int) -> list[Hour]:
-        """The hours that end by then as hours of the watch, a cell a replica: what is watched where no record is read.
+    def hours_until(self, until: int, version: str, *, apart: bool) -> list[Hour]:
+        """The hours that end by then as hours of the watch: what is watched where no record is read.
 
-        Counters know no request, so the spread between requests is assumed.
+        A cell a replica; one for all where they are not ``apart``, since pods have another name each time. Counters
+        know no request, so the spread between requests is assumed.
         """
         starts = sorted({start for start, _ in self.hours if start + HOUR_S <= until})
-        return [hour for start in starts if (hour := self._hour(start)) is not None]
+        return [hour for start in starts if (hour := self._hour(start, version, apart)) is not None]
 
-    def _hour(self, start: int) -> Hour | None:
+    def _hour(self, start: int, version: str, apart: bool) -> Hour | None:
         import numpy as np
 
         own = {url: sums for (at, url), sums in self.hours.items() if at == start and sums["num_drafts"]}
         if not own:
             return None
-        cells: list[Cell] = [(url,) for url in own]
+        cells: list[Cell] = [(url if apart else "any",) for url in own]
         rows = np.array([[s["num_requests"], s["num_drafts"], s["num_accepted_tokens"]] for s in own.values()])
         order = np.arange(len(own))
-        plain = hour_of_arrays(start, "unknown", ("replica",), order, order, rows, cells=cells)
+        kinds = list(dict.fromkeys(cells))
+        kind = np.array([kinds.index(cell) for cell in cells])
+        plain = hour_of_arrays(start, version, ("replica",), order, kind, rows, cells=kinds)
         spread = {name: _assumed(*sums) for name, sums in plain.slices.items()}
         return Hour(start, plain.version, plain.dimensions, plain.cells, spread)
 
