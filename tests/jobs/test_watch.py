@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jobs import watch as watch_job
+from jobs import watch_look, watch_replicas
 from jobs.watch import FIRING, take
 from jobs.watch_look import Watch
 from pipeline.artifacts import AcceptanceReport, SpeedReport, commit, describe_file
@@ -136,12 +138,12 @@ def test_a_watch_that_is_killed_at_any_moment_ends_where_one_that_is_not_does(tm
             f'[collect]\nsources = ["{folder}"]\n'
         )
         commands.append([sys.executable, "jobs/watch.py", "--config", str(toml), "--once"])
-    for _ in range(8):
+    for _ in range(4):
         process = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.5, 4.0))
+        time.sleep(rng.uniform(1.0, 4.0))
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for command in commands]
+        process.wait(60)
+    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120) for command in commands]
     assert [one.returncode for one in done] == [FIRING, FIRING], done[0].stderr
     killed, straight = (json.loads(one.stdout) for one in done)
     assert killed["firing"] == straight["firing"] and killed["slices"] == straight["slices"]
@@ -149,6 +151,156 @@ def test_a_watch_that_is_killed_at_any_moment_ends_where_one_that_is_not_does(tm
     for name in ("hours", "asked"):
         kept = [{path.name: path.read_text() for path in (root / "watch" / name).iterdir()} for root in roots]
         assert kept[0] == kept[1] and (name == "asked" or len(kept[0]) == 106)
+
+
+class Killed(BaseException):
+    """The end of a process, as far as a test in one process can have it."""
+
+
+def test_killed_before_or_after_any_file_is_kept_the_next_look_ends_where_it_should(tmp_path, folder, monkeypatch):
+    from pipeline import artifacts
+    from pipeline.watch import asked, hours, reading, state
+
+    for module in (asked, hours, reading, state, watch_look, watch_replicas):
+        monkeypatch.setattr(module, "write_durably", lambda path, data: keep(path, data))
+    calls = []
+
+    def keep(path, data):
+        calls.append(path.name)
+        if killed and len(calls) == killed[0] and killed[1] == "before":
+            raise Killed
+        artifacts.write_durably(path, data)
+        if killed and len(calls) == killed[0] and killed[1] == "after":
+            raise Killed
+
+    write_log(folder, records(0, 22))
+    straight, killed = config_of(tmp_path / "straight", sources=[folder]), None
+    look(straight, 21)
+    write_log(folder, records(22, 4))
+    calls.clear()
+    expected, whole = look(straight, 25), list(calls)
+    assert {"reading.json", "replicas.json", "state.json", "alarms.json", "2027-01-01.json"} < set(whole)
+    made = tmp_path / "straight" / "watch"
+    for number in range(1, len(whole) + 1):
+        for when in ("before", "after"):
+            killed, root = None, tmp_path / f"{number}-{when}"
+            (folder / "traffic-host-1-1700000000000.jsonl").unlink()
+            write_log(folder, records(0, 22))
+            look(config_of(root, sources=[folder]), 21)
+            write_log(folder, records(22, 4))
+            calls.clear()
+            killed = (number, when)
+            with pytest.raises(Killed):
+                look(config_of(root, sources=[folder]), 25)
+            killed = None
+            assert look(config_of(root, sources=[folder]), 25) == expected
+            for kept in (made / "hours", made / "asked"):
+                own = root / "watch" / kept.name
+                assert {p.name: p.read_text() for p in own.iterdir()} == {p.name: p.read_text() for p in kept.iterdir()}
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, folder, monkeypatch):
+    from pipeline import artifacts
+    from pipeline.watch import hours
+
+    config, straight = (config_of(tmp_path / name, sources=[folder]) for name in ("full", "straight"))
+    write_log(folder, [])
+    full = [OSError(28, "No space left on device")] * 2
+
+    def keep(path, data):
+        if path.name == "2027-01-01T03.json" and full:
+            raise full.pop()
+        artifacts.write_durably(path, data)
+
+    class Enough(Exception):
+        pass
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 1:
+            write_log(folder, records(2, 5))
+        if len(looks) == 4:
+            raise Enough
+
+    looks, watches = [], []
+    monkeypatch.setattr(hours, "write_durably", keep)
+    monkeypatch.setattr(watch_job.time, "sleep", sleep)
+
+    def of(config):
+        watches.append(Watch(config, clock=lambda: START + (7.5 if looks else 1.5) * HOUR_S))
+        return watches[-1]
+
+    monkeypatch.setattr(watch_job, "Watch", of)
+    with pytest.raises(Enough):
+        watch_job._go_on(config)
+    assert len(watches) == 3 and not full
+    assert look(config, 6)["slices"] == look(straight, 6)["slices"]
+    assert len(list((config.root / "watch" / "hours").iterdir())) == 5
+
+
+def test_a_clock_that_jumps_ahead_and_back_costs_a_day_at_most(tmp_path, folder):
+    config = config_of(tmp_path / "root", sources=[folder])
+    write_log(folder, records(0, 90))
+    before = look(config, 89)
+    years = Watch(config, clock=lambda: START + 5 * 365 * 86400.0).look()
+    assert years["slices"] == before["slices"]
+    write_log(folder, records(90, 48))
+    back = look(config, 137)
+    assert back["records"]["counted"] == 20 * 138 - back["records"].get("late", 0)
+    assert back["records"].get("late", 0) <= 20 * 24 and back["phase"] == "watching" and not back["firing"]
+    # The tap's clock was ahead too: what it wrote then is forgotten.
+    write_log(folder, records(5 * 365 * 24, 1))
+    Watch(config, clock=lambda: START + 5 * 365 * 86400.0 + 2 * HOUR_S).look()
+    write_log(folder, records(138, 30))
+    again = look(config, 167)
+    assert again["slices"]["all"]["requests"] == 20 * 24 and again["phase"] == "watching"
+    assert len(list((config.root / "watch" / "hours").iterdir())) <= 168 and not list(config.root.rglob("2031*"))
+
+
+def test_a_slice_that_comes_late_is_shown_at_once_and_a_header_full_of_names_fills_no_page(tmp_path, folder):
+    config = config_of(tmp_path / "root", sources=[folder])
+    write_log(folder, records(0, 90))
+    late = [one | {"slice": f"new-{i % 300}"} for i, one in enumerate(records(90, 24))]
+    write_log(folder, [*records(90, 24), *late])
+    body = look(config, 113)
+    new = [name for name, one in body["slices"].items() if one.get("new")]
+    assert len(new) == 10 and all(name.startswith("route=new-") or name == "route=other" for name in new)
+    assert "<td>new</td>" in (config.root / "watch" / "report.html").read_text()
+    other = tmp_path / "other"
+    write_log(other, [one | {"slice": f"r{i}"} for i, one in enumerate(records(0, 1, conversations=500))])
+    shown = look(config_of(tmp_path / "first", sources=[other]), 2)
+    assert shown["phase"] == "learning" and len(shown["slices"]) <= 41
+
+
+def test_a_log_that_nobody_may_read_holds_the_watch_up_for_a_day_and_no_longer(tmp_path, folder, monkeypatch):
+    from pipeline.errors import StageError
+    from pipeline.watch import logs
+
+    read = logs.read
+
+    def refuses(new, *, max_line_bytes):
+        if "other" in new.key:
+            raise StageError("permission denied")
+        return read(new, max_line_bytes=max_line_bytes)
+
+    monkeypatch.setattr(logs, "read", refuses)
+    config = config_of(tmp_path / "root", sources=[folder])
+    write_log(folder, records(0, 40))
+    write_log(folder, records(0, 1), name="traffic-other-1-1700000000000.jsonl")
+    assert look(config, 20)["slices"] == {}
+    body = look(config, 39)
+    assert body["slices"]["all"]["requests"] == 20 * 16 and "permission" not in json.dumps(body)
+
+
+def test_what_has_expired_is_neither_read_nor_kept(tmp_path, folder):
+    config = config_of(tmp_path / "root", sources=[folder], retention={"ttl_days": 2})
+    write_log(folder, records(0, 72))
+    body = look(config, 71)
+    assert body["records"] == {"counted": 20 * 47, "expired": 20 * 25}  # it is half past midnight
+    asked = config.root / "watch" / "asked"
+    assert [path.name for path in asked.iterdir()] == ["2027-01-03.json"]
+    Watch(config, clock=lambda: START + 30 * 86400.0).look()
+    assert list(asked.iterdir()) == [] and '"sampled":[]' in (config.root / "watch/reading.json").read_text()
 
 
 def test_once_ends_with_0_where_nothing_fires_and_taking_an_alarm_on_quiets_it(tmp_path, folder):
@@ -172,10 +324,10 @@ def test_another_watch_that_goes_on_is_asked_what_it_saw(tmp_path, folder):
     toml.write_text(f'root = "{config.root}"\n[target]\nmodel = "/m"\n[collect]\nsources = ["{folder}"]\n')
     command = [sys.executable, "jobs/watch.py", "--config", str(toml), "--once"]
     with exclusive(config.root / "watch", "watch"):
-        alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert alone.returncode == 1 and "another watch holds it, and looked last never" in alone.stderr
         body = Watch(config_of(config.root, sources=[folder], watch={})).look()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and json.loads(done.stdout) == body
 
 
@@ -265,18 +417,18 @@ def test_where_nothing_is_on_record_the_counters_are_watched(tmp_path, replicas,
     from serving.monitor import scrape
 
     urls = [f"http://127.0.0.1:{server.server_address[1]}" for server in replicas]
-    config = config_of(tmp_path / "root", serving={"replicas": urls})
-    body = None
-    for hour in range(110):
+    settings = SETTINGS | {"learn_days": 2}
+    config = config_of(tmp_path / "root", serving={"replicas": urls}, watch=settings)
+    for hour in range(74):
         now = START + (hour + 0.99) * HOUR_S
         monkeypatch.setattr(scrape.time, "time", lambda now=now: now)
         for i, server in enumerate(replicas):
-            # The second restarts at hour 40, and its counters begin anew.
+            # The second restarts at hour 40, and its counters begin anew; at hour 60 both fall.
             since = hour + 1 - (40 if i and hour >= 40 else 0)
-            rate = 2.0 if hour < 90 else 1.5
+            rate = 2.0 if hour < 60 else 1.5
             drafts = 3000 * since
-            full = min(hour, 90) - (40 if i and hour >= 40 else 0)
-            before = 3000 * (2.0 * full + 1.5 * max(hour - 90, 0))
+            full = min(hour, 60) - (40 if i and hour >= 40 else 0)
+            before = 3000 * (2.0 * full + 1.5 * max(hour - 60, 0))
             server.RequestHandlerClass.counts = (drafts, before + rate * 3000)
         body = Watch(config, clock=lambda now=now: now).look()
     assert body["replicas"][urls[1]]["restarts"] == 1
