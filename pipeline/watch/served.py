@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline import slices
 from pipeline.canonical import named_subject
+from pipeline.collect_config import CollectConfig
 from pipeline.config import Config
 from pipeline.errors import Rejected
 from pipeline.on_record import inclusion_probability
@@ -50,23 +51,23 @@ class Reader:
 
     dimensions: tuple[str, ...]
     key: SplitKey
-    needs_consent: bool
-    served_models: tuple[str, ...]
+    collect: CollectConfig
     erased: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Config, key: SplitKey) -> "Reader":
         """By the configuration, and without erased subjects."""
         erased = frozenset(one.subject for one in read_tombstones(config.root))
-        needs_consent, models = config.collect.consent == "recorded", config.collect.served_models
-        return cls(config.watch.dimensions, key, needs_consent, models, erased)
+        return cls(config.watch.dimensions, key, config.collect, erased)
 
     def served(self, record: Record) -> Served:
         """What a record says. Raises: Rejected with the reason."""
         body = record.body
-        if self.needs_consent and body.get("consent") != "recorded":
+        if self.collect.consent == "recorded" and body.get("consent") != "recorded":
             raise Rejected("no_consent")
-        if self.served_models and body.get("model") not in self.served_models:
+        if (reason := self.collect.left_out(body.get("tenant"))) is not None:
+            raise Rejected(reason)
+        if self.collect.served_models and body.get("model") not in self.collect.served_models:
             raise Rejected("unsupported_adapter")
         ts, (drafts, accepted) = record.time(), _counts(body)
         try:

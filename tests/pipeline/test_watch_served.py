@@ -1,5 +1,6 @@
 import pytest
 
+from pipeline.collect_config import CollectConfig
 from pipeline.config import Config, TargetConfig
 from pipeline.errors import Rejected
 from pipeline.sources import Record
@@ -27,9 +28,11 @@ def body(**changed):
     } | changed
 
 
-def read(needs_consent=True, models=(), erased=frozenset(), **changed):
+def read(needs_consent=True, models=(), erased=frozenset(), collect=None, **changed):
     made = {name: value for name, value in body(**changed).items() if value is not ...}
-    reader = Reader(("route", "tenant", "language", "length", "temperature"), KEY, needs_consent, models, erased)
+    settings = {"consent": "recorded" if needs_consent else "allow_all", "served_models": models, **(collect or {})}
+    dimensions = ("route", "tenant", "language", "length", "temperature")
+    reader = Reader(dimensions, KEY, CollectConfig.model_validate(settings), erased)
     return reader.served(Record("f", 1, 0, made, ts=made.get("ts")))
 
 
@@ -86,7 +89,7 @@ def test_odd_messages_are_counted_all_the_same(messages):
 def test_consent_may_be_waived_as_for_collecting(tmp_path):
     assert read(needs_consent=False, consent=...).num_drafts == 10
     config = Config(root=tmp_path, target=TargetConfig(model=tmp_path))
-    assert Reader.of(config, KEY).needs_consent
+    assert Reader.of(config, KEY).collect.consent == "recorded"
 
 
 def test_sketches_of_like_words_are_alike_and_say_nothing_without_the_key():
@@ -95,3 +98,17 @@ def test_sketches_of_like_words_are_alike_and_say_nothing_without_the_key():
     assert (one != sketch(TEXT, seed=2)).any()
     assert sketch("", seed=1).sum() == 1
     assert sketch("a" * 10_000_000, seed=1).sum() == 1  # one piece, again and again
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tenants": ["bank"]}, "other_tenant"),
+        ({"except_tenants": ["shop"]}, "other_tenant"),
+        ({"zero_retention": ["shop"]}, "zero_retention"),
+    ],
+)
+def test_of_a_log_that_groups_share_other_tenants_are_not_watched(settings, reason):
+    with pytest.raises(Rejected, match=f"^{reason}$"):
+        read(collect=settings)
+    assert read(collect=settings, tenant="bank" if "tenants" in settings else "pub").num_drafts == 10
