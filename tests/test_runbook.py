@@ -94,6 +94,59 @@ def test_a_container_is_pinned_and_copies_what_there_is(path):
         assert copied == [["serving/"]]
 
 
+def test_a_build_is_sent_what_it_copies_and_no_run_root_or_environment():
+    sent = (CHECKOUT / ".dockerignore").read_text().splitlines()
+    assert sent[1] == "*"
+    files = [path.read_text().splitlines() for path in INFRA.glob("containers/*")]
+    copied = {name for lines in files for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert {line[1:] for line in sent if line.startswith("!")} == copied
+
+
+def pods(body):
+    """Every pod's specification in a manifest."""
+    if isinstance(body, dict):
+        if "containers" in body:
+            yield body
+        for value in body.values():
+            yield from pods(value)
+    elif isinstance(body, list):
+        for value in body:
+            yield from pods(value)
+
+
+def test_all_pods_that_share_the_storage_run_as_one_user_since_logs_are_their_owners_alone():
+    bodies = [body for path in (INFRA / "kubernetes").glob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
+    sharing = [pod for pod in pods(bodies) if any("persistentVolumeClaim" in one for one in pod.get("volumes", ()))]
+    users = {(pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]) for pod in sharing}
+    assert len(sharing) == 9 and users == {(1000, 1000)}
+    for path in (INFRA / "containers" / f"Containerfile.{name}" for name in ("cpu", "gpu")):
+        assert "--uid 1000 slipstream" in path.read_text()
+
+
+def test_whoever_reaches_a_ray_cluster_needs_its_token():
+    bodies = [body for path in (INFRA / "kubernetes").glob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
+    secrets = {body["metadata"]["name"]: body["stringData"] for body in bodies if body["kind"] == "Secret"}
+    clusters = list(found("rayVersion", bodies))
+    assert len(clusters) == 3
+    for cluster in clusters:
+        assert cluster["authOptions"]["mode"] == "token"
+        assert "auth_token" in secrets[cluster["authOptions"]["secretName"]]
+    submitting = [pod for pod in pods(bodies) if "submit" in pod["containers"][0].get("command", ())]
+    for pod in submitting:
+        assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} <= {one["name"] for one in pod["containers"][0]["env"]}
+    assert len(submitting) == 2
+
+
+def found(key, body):
+    """Every mapping with this key, however deep."""
+    if isinstance(body, dict):
+        if key in body:
+            yield body
+        body = list(body.values())
+    for value in body if isinstance(body, list) else ():
+        yield from found(key, value)
+
+
 def test_images_and_claims_are_the_same_wherever_they_are_named():
     images = set(re.findall(r"image: (\S+)", "\n".join(p.read_text() for p in (INFRA / "kubernetes").glob("*.yaml"))))
     version = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
