@@ -184,11 +184,8 @@ def require_allowed(record: Record, settings: CollectConfig, *, expires_before: 
     body = record.body
     if settings.consent == "recorded" and body.get("consent") != "recorded":
         raise Rejected("no_consent")
-    tenant = body.get("tenant")
-    if tenant in settings.zero_retention:
-        raise Rejected("zero_retention")
-    if (settings.tenants and tenant not in settings.tenants) or tenant in settings.except_tenants:
-        raise Rejected("other_tenant")
+    if (reason := settings.left_out(body.get("tenant"))) is not None:
+        raise Rejected(reason)
     if expires_before is not None:
         if record.ts is None:
             raise Rejected("cannot_expire")
