@@ -7,9 +7,11 @@
 
 Who may call is in serving/control_access.py; without a token the endpoint is off. The middleware is also the door that
 every other request passes: while a drafter proves itself new requests wait, and where the engine is lost they and the
-health check are answered 503. Start the workers with ``--worker-extension-cls serving.engine.swap.DrafterSwap``;
-``SLIPSTREAM_DRAFTER_VERSION`` names the version that the server started with, ``SLIPSTREAM_SWAP_TIMEOUT_S`` (120)
-how long one step of a swap may take.
+health check are answered 503. After a restart with a new drafter nothing is answered before that has drafted; after
+``/wake_up``, nothing before its weights have been read again.
+
+Start the workers with ``--worker-extension-cls serving.engine.swap.DrafterSwap``; ``SLIPSTREAM_DRAFTER_VERSION`` names
+the version that the server started with, ``SLIPSTREAM_SWAP_TIMEOUT_S`` (120) how long one step of a swap may take.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from serving.control_access import Access, Refusal
 from serving.door import Door
 from serving.engine.settings import engine_settings
 from serving.engine.versions import require_supported_vllm
-from serving.kept_drafter import Supervised
+from serving.kept_drafter import PROVE_ENV, Supervised
 from serving.replica_restart import ReplicaRestart
 from serving.replica_swap import ReplicaSwap
 from serving.swap_order import SwapOrder, parse_order
@@ -32,7 +34,7 @@ from serving.swap_order import SwapOrder, parse_order
 logger = logging.getLogger("vllm.slipstream")
 
 TIMEOUT_ENV, TIMEOUT_S = "SLIPSTREAM_SWAP_TIMEOUT_S", 120.0
-PREFIX = "/slipstream/"
+PREFIX, HEALTH, WAKE = "/slipstream/", "/health", "/wake_up"
 TAP = "/slipstream/tap/"  # the tap's own, whichever middleware is the outer one
 MAX_BODY_BYTES, BODY_S = 64 * 1024, 10.0
 
@@ -50,33 +52,45 @@ class ControlEndpoint:
         self.access = Access(os.environ)
         self.door = Door()
         self.timeout_s = float(os.environ.get(TIMEOUT_ENV) or TIMEOUT_S)
-        supervised = Supervised.from_environment(os.environ)
-        self.restart = ReplicaRestart(self.door, supervised, drain_s=self.timeout_s)
+        self.supervised = Supervised.from_environment(os.environ)
+        self.must_prove = os.environ.get(PROVE_ENV) == "1"
+        self.restart = ReplicaRestart(self.door, self.supervised, drain_s=self.timeout_s)
         self.one_swap = asyncio.Lock()
         self._replica: ReplicaSwap | None = None
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self.app(scope, receive, self._showing_capability(scope, send))
-        elif scope["type"] != "http" or not scope["path"].startswith(PREFIX) or scope["path"].startswith(TAP):
-            await self._through_the_door(scope, receive, send)
-        else:
+            await self.app(scope, receive, self._starting(scope, send))
+        elif scope["type"] == "http" and _path(scope).startswith(PREFIX) and not _path(scope).startswith(TAP):
             await self._control(scope, receive, send)
+        else:
+            await self._through_the_door(scope, receive, send)
 
     async def _through_the_door(self, scope: Scope, receive: Receive, send: Send) -> None:
         asks = scope["type"] != "http" or scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if asks:
             await self.door.pass_through()
-        if self.door.shut and scope["type"] == "http" and (asks or scope["path"] == "/health"):
-            # To be retried, on another replica or on this one once it is up again.
-            await _send_json(send, 503, {"error": {"message": self.door.shut, "code": 503}}, retry_after_s=5)
+        if self.door.shut and (asks or _path(scope) == HEALTH):
+            await _send_away(scope, send, self.door.shut)
+            return
+        if asks and _path(scope) == WAKE:
+            await self._wake(scope, receive, send)
             return
         self.door.inside += asks
         try:
             await self.app(scope, receive, send)
         finally:
             self.door.inside -= asks
+
+    async def _wake(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.one_swap:
+            self.door.close()
+            try:
+                await self.app(scope, receive, send)
+                await self._replica_of(scope["app"].state).woke()
+            finally:
+                self.door.open()
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -90,7 +104,7 @@ class ControlEndpoint:
             await _send_json(send, 500, {"status": "failed", "reason": f"{type(error).__name__}: {error}"})
 
     async def _answer(self, scope: Scope, receive: Receive, peer: str) -> dict[str, Any]:
-        route = (scope["method"], scope["path"].removeprefix(PREFIX))
+        route = (scope["method"], _path(scope).removeprefix(PREFIX))
         state = scope["app"].state
         if route == ("GET", "status"):
             return await self._status(scope)
@@ -98,11 +112,11 @@ class ControlEndpoint:
             return {"status": "ok", "engine": engine_settings(state.engine_client.vllm_config)}
         if route == ("POST", "reset"):
             await _read_body(scope, receive)
-            cleared = bool(await state.engine_client.reset_prefix_cache())
+            cleared = await self._replica_of(state).reset()
             self.access.audit(peer, action="reset", outcome="ok", http_status=200)
             return {"status": "ok", "prefix_cache_reset": cleared}
         if route == ("POST", "swap"):
-            order = parse_order(await _read_body(scope, receive))
+            order = await self._order(scope, receive, peer)
             # Once begun a swap runs to its end, also when the caller hangs up: a paused engine must resume.
             task = asyncio.create_task(self._swap(state, order, peer))
             self._swaps.add(task)  # the loop itself keeps no task alive
@@ -112,18 +126,28 @@ class ControlEndpoint:
             404, f"{scope['method']} {scope['path']}: expected GET status, GET engine, POST reset or POST swap"
         )
 
+    async def _order(self, scope: Scope, receive: Receive, peer: str) -> SwapOrder:
+        try:
+            return parse_order(await _read_body(scope, receive))
+        except Refusal as refusal:
+            reason, http_status = refusal.body["reason"], refusal.http_status
+            self.access.audit(peer, action="swap", outcome="refused", http_status=http_status, reason=reason)
+            raise
+
     async def _status(self, scope: Scope) -> dict[str, Any]:
         verify = scope.get("query_string", b"") == b"verify=1"
         status = await self._replica_of(scope["app"].state).status(verify=verify)
         tap = getattr(scope["app"].state, "slipstream_tap_counts", None)
-        return {**status, "tap": dict(tap) if tap is not None else None}
+        return {**status, "swapping": self.one_swap.locked(), "tap": dict(tap) if tap is not None else None}
 
     async def _swap(self, state: Any, order: SwapOrder, peer: str) -> dict[str, Any]:
         started, outcome = time.perf_counter(), {"outcome": "failed", "http_status": 500}
+        asked = {key: getattr(order, key) for key in ("version", "expected_version", "sha256", "how")}
         try:
             if self.one_swap.locked():
                 raise Refusal(409, "another swap is running on this server; ask again when it has ended", code="busy")
             async with self.one_swap:
+                self.access.audit(peer, action="swap", **asked, outcome="begun")  # a crash leaves this line alone
                 body = await self._replica_of(state).run(order)
             outcome = {"outcome": body["status"], "http_status": 200}
             return body
@@ -132,7 +156,6 @@ class ControlEndpoint:
             outcome = {"outcome": refusal.body["status"], "http_status": refusal.http_status, **known}
             raise
         finally:
-            asked = {key: getattr(order, key) for key in ("version", "expected_version", "sha256", "how")}
             seconds = round(time.perf_counter() - started, 3)
             self.access.audit(peer, action="swap", **asked, seconds=seconds, **outcome)
 
@@ -146,26 +169,44 @@ class ControlEndpoint:
         if not task.cancelled():
             task.exception()  # the caller may have hung up; the audit log has it
 
-    def _showing_capability(self, scope: Scope, send: Send) -> Send:
-        """The same ``send``, which says in the log, once the server is up, how its drafter can be changed."""
+    def _starting(self, scope: Scope, send: Send) -> Send:
+        """The same ``send``, by which the server is up once its drafter has proved itself, where it has to."""
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "lifespan.startup.complete":
-                try:
-                    status = await self._replica_of(scope["app"].state).status()
-                    how = status["swap"]["how"] or f"not in place: {status['swap']['reason']}"
-                    logger.info("drafter %s serves; it can be swapped: %s", status["version"], how)
-                except Exception as error:  # without a drafter there is nothing to swap; the server serves
-                    logger.info("no drafter can be swapped here: %s", error)
+                if problem := await self._started(scope["app"].state):
+                    logger.critical("control: the drafter of this start has not proved itself: %s", problem)
+                    message = {"type": "lifespan.startup.failed", "message": problem}
+                elif self.supervised is not None:
+                    self.supervised.came_up()
             await send(message)
 
         return sending
+
+    async def _started(self, state: Any) -> str | None:
+        """Why this start must not serve, or None; the log says how its drafter can be changed."""
+        try:
+            replica = self._replica_of(state)
+            if self.must_prove:
+                await replica.prove()
+            status = await replica.status()
+            how = status["swap"]["how"] or f"not in place: {status['swap']['reason']}"
+            logger.info("drafter %s serves; it can be swapped: %s", status["version"], how)
+        except Exception as error:
+            if self.must_prove:
+                return f"{type(error).__name__}: {error}"
+            logger.info("no drafter can be swapped here: %s", error)  # a server without one serves all the same
+        return None
+
+
+def _path(scope: Scope) -> str:
+    return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
 async def _read_body(scope: Scope, receive: Receive) -> bytes:
     too_large = Refusal(413, f"the body is over {MAX_BODY_BYTES} bytes")
     length = dict(scope["headers"]).get(b"content-length", b"0")
-    if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+    if not length.isdigit() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
         raise too_large
     body = b""
     try:
@@ -181,6 +222,14 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes:
                     return body
     except TimeoutError:
         raise Refusal(408, f"the body did not come in {BODY_S:g} s")
+
+
+async def _send_away(scope: Scope, send: Send, why: str) -> None:
+    """To be asked again, another replica or this one once it is up."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013, "reason": "try again later"})
+    else:
+        await _send_json(send, 503, {"error": {"message": why, "code": 503}}, retry_after_s=5)
 
 
 async def _send_json(send: Send, http_status: int, body: dict[str, Any], *, retry_after_s: int = 0) -> None:

@@ -66,7 +66,7 @@ class Access:
     """The endpoint's rules, from the environment. Raises: ServingError for a network that cannot be read."""
 
     def __init__(self, environment: Mapping[str, str]):
-        self._token, self._token_file = environment.get(TOKEN_ENV, ""), environment.get(TOKEN_FILE_ENV, "")
+        self._token, self._token_file = environment.get(TOKEN_ENV, "").strip(), environment.get(TOKEN_FILE_ENV, "")
         self._audit_file = environment.get(AUDIT_ENV, "")
         self.roots = [Path(root).resolve() for root in environment.get(ROOTS_ENV, "").split(":") if root]
         peers = environment.get(PEERS_ENV) or LOOPBACK
@@ -83,6 +83,8 @@ class Access:
         """
         peer = (scope.get("client") or ("local", 0))[0]
         if not self._is_allowed(peer):
+            if self._wrong.take(peer):  # on record, but no faster than that
+                self.audit(peer, action="admit", outcome="refused", http_status=403)
             raise Refusal(403, f"not allowed from this address; {PEERS_ENV} lists the networks")
         token = self._current_token()
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
@@ -103,7 +105,7 @@ class Access:
             folder = named.resolve()
         except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
             raise refused
-        if not named.is_absolute() or not any(folder != root and folder.is_relative_to(root) for root in self.roots):
+        if not named.is_absolute() or not any(folder.is_relative_to(root) for root in self.roots):
             raise refused
         return folder
 

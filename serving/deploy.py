@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.errors import DeployError
+from serving.errors import DeployError, UnansweredError
 from serving.replica import Probe, Replica, call, engine, reset_prefix_cache, run_probe, status
 
 __all__ = ["Probe", "Replica", "SwapOutcome", "engine", "reset_prefix_cache", "roll_out", "run_probe", "status"]
@@ -148,7 +148,7 @@ def _problem(
 ) -> str | None:
     if after["version"] != order["version"] or after["sha256"] != order["sha256"]:
         return f"says it serves {after['version']} ({after['sha256']}) after a swap to {order['version']}"
-    if len(set(after["live_fingerprint"])) != 1:
+    if len(set(after["live_fingerprint"])) != 1 and are_whole(after):
         return f"workers have different live weights: {after['live_fingerprint']}"
     new_weights = before["sha256"] != after["sha256"]
     if new_weights and after["live_fingerprint"][0] in before["live_fingerprint"]:
@@ -162,16 +162,38 @@ def _problem(
     return None
 
 
+def are_whole(status: dict[str, Any]) -> bool:
+    """Whether each worker has all of the drafter, and so the same live weights: shards have their own."""
+    return "swap" not in status or status["swap"]["how"] is not None
+
+
 def _order(url: str, token: str, order: dict[str, Any], before: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The replica's answer once the drafter serves there. Raises: DeployError."""
     started = time.monotonic()
-    answer = call(url, token, "swap", order, timeout_s)
+    try:
+        answer = call(url, token, "swap", order, timeout_s)
+    except UnansweredError as error:
+        answer = _found_out(url, token, order, error, timeout_s)
     if answer["status"] == "restarting":
         _wait_for_start(url, token, order, before, timeout_s)
-        return {**answer, "pause_s": round(time.monotonic() - started, 2)}
-    if answer["status"] != "ok":
+    elif answer["status"] != "ok":
         raise DeployError(f"{url}: {answer['reason']}")
-    return answer
+    return {"pause_s": round(time.monotonic() - started, 2), **answer}
+
+
+def _found_out(url: str, token: str, order: dict[str, Any], error: DeployError, timeout_s: float) -> dict[str, Any]:
+    """What became of an order whose answer was lost. Raises: DeployError where it was not carried out."""
+    deadline = time.monotonic() + timeout_s
+    while (now := status(url, token)).get("swapping"):
+        if time.monotonic() > deadline:
+            raise DeployError(f"{error}; its swap does not end")
+        time.sleep(0.2)
+    if now.get("door") == "shut":
+        return {"status": "restarting", "how": "restart"}
+    if (now["version"], now["sha256"]) != (order["version"], order["sha256"]):
+        raise DeployError(f"{error}; version {now['version']} serves there")
+    logger.warning("%s; it serves drafter %s all the same", error, order["version"])
+    return {"status": "ok", "how": "in_place"}
 
 
 def _wait_for_start(url: str, token: str, order: dict[str, Any], before: dict[str, Any], timeout_s: float) -> None:
@@ -195,16 +217,15 @@ def _wait_for_start(url: str, token: str, order: dict[str, Any], before: dict[st
 
 
 def _put_back(url: str, token: str, old: dict[str, Any], version: str, timeout_s: float) -> str:
-    order = {"folder": old["folder"], "version": old["version"], "sha256": old["sha256"], "expected_version": version}
+    order: dict[str, Any] = {key: old[key] for key in ("folder", "version", "sha256")}
+    # It served before: nothing that the other one did to the probes is to stand in its way.
+    order |= {"expected_version": version, "probe": [], "allow_changed_outputs": True}
     try:
-        _order(url, token, order, {**old, "version": version, "epoch": _epoch(url, token)}, timeout_s)
+        epoch = status(url, token, timeout_s=timeout_s).get("epoch")
+        _order(url, token, order | {"expected_epoch": epoch or ""}, {"epoch": epoch}, timeout_s)
     except DeployError as error:
         return f"and the old drafter could not be put back ({error}): take this replica out and restart it"
     return f"version {old['version']} serves there again"
-
-
-def _epoch(url: str, token: str) -> str | None:
-    return status(url, token).get("epoch")
 
 
 def _put_all_back(done: Sequence[tuple[Replica, SwapOutcome]], timeout_s: float) -> str:

@@ -29,5 +29,9 @@ class DeployError(ServingError):
     """A replica did not take a drafter; the message says what serves now."""
 
 
+class UnansweredError(DeployError):
+    """A replica did not answer, or broke off: whether it did what it was asked is not known."""
+
+
 class LoadError(ServingError):
     """The load generator failed, or requests of its load did."""

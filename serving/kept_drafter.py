@@ -17,6 +17,8 @@ from pathlib import Path
 KEEP_ENV = "SLIPSTREAM_KEEP"
 SUPERVISOR_ENV = "SLIPSTREAM_SUPERVISOR"
 VERSION_ENV = "SLIPSTREAM_DRAFTER_VERSION"
+PROVE_ENV = "SLIPSTREAM_PROVE"
+"""Set by the supervisor: the drafter of this start is new, and there is one to go back to."""
 WEIGHTS = "model.safetensors"
 
 
@@ -92,6 +94,10 @@ class Supervised:
         if not path or pid != str(os.getpgrp()):
             return None
         return cls(Path(path), int(pid))
+
+    def came_up(self) -> None:
+        """Tell it that this server serves what it was started with."""
+        os.kill(self.pid, signal.SIGUSR2)
 
     def restart(self) -> None:
         """Have it end this server, engine and all, and start it with the drafter that is kept."""

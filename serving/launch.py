@@ -1,5 +1,6 @@
 """Start one stock vLLM server with our middleware and worker extension, and stop it again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,9 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 SUPERVISOR = CHECKOUT / "serving" / "supervise.py"
 EXTENSION = "serving.engine.swap.DrafterSwap"
 MIDDLEWARE = ("serving.control.ControlEndpoint", "serving.tap.TrafficTap")
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # its own server, on this machine
 
 
 class VllmServer:
@@ -124,8 +126,9 @@ class VllmServer:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout_s)
 
     def command(self) -> list[str]:
         """The command line: stock vLLM and its official options."""
@@ -200,14 +203,17 @@ class VllmServer:
                     f"the server on port {self.port} ended with status {self.process.returncode} before it was "
                     f"healthy; the end of {self.log}:\n{self.log_tail()}"
                 )
-            try:
-                with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
+            if self._is_healthy():
+                return
             time.sleep(0.1)
         raise LaunchError(f"{self.base_url} was not healthy in time; the end of {self.log}:\n{self.log_tail()}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            with _NO_PROXY.open(f"{self.base_url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except (OSError, HTTPException):
+            return False
 
 
 def _free_port(host: str) -> int:

@@ -6,22 +6,21 @@ its own code.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from serving.errors import PreflightError
 from serving.layout import expected_tensors, has_sinks, rope_theta, text_config
 from serving.preflight_attention import check_attention
+from serving.preflight_tensors import check_tensors
 
 ARCHITECTURES = ("DFlashDraftModel",)
 WEIGHTS = "model.safetensors"
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+MAX_CONFIG_BYTES, MAX_FILES, MAX_LAYERS = 2**20, 1000, 1000
 _SHAPE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -65,15 +64,11 @@ def check_drafter(
     _check_files(folder)
     config = read_config(folder)
     target = text_config(target_config)
-    _check_architecture(config)
-    _check_block(config, num_speculative_tokens)
-    _check_against_target(config, target)
-    check_attention(config)
-    if serving_config is not None:
-        _check_same_config(config, serving_config)
-        if has_sinks(config):  # attention objects stay, and theirs with them
-            raise PreflightError("sinks", "a swap would keep the old drafter's attention sinks; restart with this one")
-    _check_tensors(folder / WEIGHTS, expected_tensors(config, target_hidden_size=target["hidden_size"]))
+    try:
+        _check_config(config, target, num_speculative_tokens, serving_config)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise PreflightError("config_value", f"a setting is of no kind that one is ({type(error).__name__}: {error})")
+    check_tensors(folder / WEIGHTS, expected_tensors(config, target_hidden_size=target["hidden_size"]))
     return DrafterInfo(
         folder=folder,
         block_size=config["block_size"],
@@ -87,11 +82,13 @@ def check_drafter(
 def read_config(folder: Path) -> dict[str, Any]:
     """A drafter's config.json. Raises: PreflightError when it is missing or no JSON object."""
     path = Path(folder) / "config.json"
+    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES):
+        raise PreflightError("config_unreadable", f"{path}: no file of at most {MAX_CONFIG_BYTES} bytes")
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise PreflightError("config_missing", f"{path}: not there; a drafter folder needs config.json and {WEIGHTS}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise PreflightError("config_unreadable", f"{path}: not readable JSON ({error}); write the checkpoint again")
     if not isinstance(config, dict):
         raise PreflightError("config_unreadable", f"{path}: holds a {type(config).__name__}, expected an object")
@@ -124,8 +121,13 @@ def _check_files(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         found = "a symbolic link" if folder.is_symlink() else "no folder"
         raise PreflightError("folder", f"{folder}: is {found}; expected a real folder with config.json and {WEIGHTS}")
+    if not (folder / WEIGHTS).is_file():
+        raise PreflightError("weights_missing", f"{folder / WEIGHTS}: not there; write the checkpoint again")
     root = folder.resolve()
-    for path in sorted(folder.rglob("*")):
+    found = list(itertools.islice(folder.rglob("*"), MAX_FILES + 1))
+    if len(found) > MAX_FILES:
+        raise PreflightError("folder", f"{folder}: over {MAX_FILES} files; expected a drafter's own folder")
+    for path in sorted(found):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise PreflightError("symlink", f"{path}: links out of the folder to {path.resolve()}; copy the file in")
         if path.name == "mask_embedding.pt":
@@ -138,8 +140,22 @@ def _check_files(folder: Path) -> None:
             raise PreflightError("pickle", f"{path}: can run code when loaded; only safetensors are served, remove it")
         if path.suffix == ".safetensors" and path.name != WEIGHTS:
             raise PreflightError("extra_weights", f"{path}: vLLM would load it too; expected {WEIGHTS} alone")
-    if not (folder / WEIGHTS).is_file():
-        raise PreflightError("weights_missing", f"{folder / WEIGHTS}: not there; write the checkpoint again")
+
+
+def _check_config(
+    config: Mapping[str, Any],
+    target: Mapping[str, Any],
+    num_speculative_tokens: int | None,
+    serving_config: Mapping[str, Any] | None,
+) -> None:
+    _check_architecture(config)
+    _check_block(config, num_speculative_tokens)
+    _check_against_target(config, target)
+    check_attention(config)
+    if serving_config is not None:
+        _check_same_config(config, serving_config)
+        if has_sinks(config):  # attention objects stay, and theirs with them
+            raise PreflightError("sinks", "a swap would keep the old drafter's attention sinks; restart with this one")
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:
@@ -155,6 +171,10 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
     for key in _SHAPE_KEYS:
         if not _is_count(config.get(key)):
             raise PreflightError("config_value", f"{key} is {config.get(key)!r}; expected a positive whole number")
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise PreflightError(
+            "config_value", f"num_hidden_layers is {config['num_hidden_layers']}; expected a drafter's"
+        )
     dflash = config.get("dflash_config")
     if not isinstance(dflash, Mapping):
         raise PreflightError("config_value", f"dflash_config is {dflash!r}; expected mask_token_id, target_layer_ids")
@@ -214,42 +234,6 @@ def _check_same_config(config: Mapping[str, Any], serving: Mapping[str, Any]) ->
         raise PreflightError(
             "config_differs", f"{listed}. A swap changes weights alone: train from the champion, or restart with this"
         )
-
-
-def _check_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(names, expected)
-            dtypes = {name: file.get_slice(name).get_dtype() for name in names}
-            if odd := {n: d for n, d in dtypes.items() if d not in FLOAT_DTYPES}:
-                raise PreflightError("quantized", f"{path}: {odd}; expected {', '.join(FLOAT_DTYPES)}")
-            if len(set(dtypes.values())) > 1:
-                raise PreflightError("mixed_dtypes", f"{path}: {sorted(set(dtypes.values()))}; expected one dtype")
-            for name, shape in expected.items():
-                _check_tensor(name, file.get_tensor(name), shape)
-    except (SafetensorError, OSError) as error:
-        raise PreflightError(
-            "weights_unreadable", f"{path}: not a whole safetensors file ({error}); it may be half-written"
-        )
-
-
-def _check_names(names: set[str], expected: Mapping[str, tuple[int, ...]]) -> None:
-    if shared := sorted(n for n in names if "embed_tokens" in n or "lm_head" in n):
-        raise PreflightError("owns_embedding", f"{shared} would overwrite the target's; write the drafter without them")
-    if missing := sorted(set(expected) - names):
-        raise PreflightError("missing_tensors", f"{missing}: vLLM would leave them uninitialised; write it again")
-    if extra := sorted(names - set(expected)):
-        raise PreflightError("extra_tensors", f"{extra}: not in the layout that config.json describes")
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise PreflightError("wrong_shape", f"{name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
-    if not torch.isfinite(tensor).all():
-        raise PreflightError("not_finite", f"{name} has NaN or infinite values; keep an earlier checkpoint")
-    if not name.endswith(".bias") and not tensor.any():
-        raise PreflightError("zero_tensor", f"{name} is all zeros; it was never initialised or was lost on the way")
 
 
 def _is_count(value: Any) -> bool:

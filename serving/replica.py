@@ -6,9 +6,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
-from serving.errors import DeployError
+from serving.errors import DeployError, UnansweredError
+
+MAX_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,25 @@ def _post(url: str, body: dict[str, Any] | None, headers: dict[str, str], timeou
     payload = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=payload, headers={"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return answer.status, _parse(answer.read())
+        with _answer(request, timeout_s) as answer:
+            read = answer.read(MAX_ANSWER_BYTES + 1)
+            code, missing = answer.status, getattr(answer, "length", None)
+    except (OSError, HTTPException) as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, HTTPException) else error
+        raise UnansweredError(f"{url}: not reachable ({why}); is the server up, and is this its address?")
+    if len(read) > MAX_ANSWER_BYTES:
+        raise DeployError(f"{url}: its answer is over {MAX_ANSWER_BYTES} bytes; is this a server of ours?")
+    if missing:
+        raise UnansweredError(f"{url}: its answer breaks off, {missing} bytes before its end")
+    return code, _parse(read)
+
+
+def _answer(request: urllib.request.Request, timeout_s: float) -> Any:
+    """The open answer, whatever its status."""
+    try:
+        return urllib.request.urlopen(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
-        return error.code, _parse(error.read())
-    except OSError as error:
-        raise DeployError(f"{url}: not reachable ({error}); is the server up, and is this its address?")
+        return error
 
 
 def _parse(body: bytes) -> Any:

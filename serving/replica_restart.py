@@ -1,12 +1,13 @@
 """The other way to another drafter: the supervisor starts the replica again; and the way out when an engine is lost."""
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
 from serving.control_access import Refusal
 from serving.door import Door
-from serving.kept_drafter import Kept, KeptDrafter, Supervised, write_kept
+from serving.kept_drafter import Kept, KeptDrafter, Supervised, read_kept, write_kept
 
 logger = logging.getLogger("vllm.slipstream")
 
@@ -27,11 +28,17 @@ class ReplicaRestart:
 
     def keep(self, drafter: KeptDrafter, previous: KeptDrafter | None = None) -> str | None:
         """Why the next start would not serve this drafter, or None."""
-        if self._supervised is not None:
-            try:
-                write_kept(self._supervised.path, Kept(drafter, previous))
-            except OSError as error:
-                return f"the drafter cannot be kept for the next start ({error})"
+        if self._supervised is None:
+            return None
+        path = self._supervised.path
+        before = read_kept(path)
+        try:
+            write_kept(path, Kept(drafter, previous))
+        except OSError as error:
+            # The file may have been replaced, and only not be safe from a power cut.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True) if before is None else write_kept(path, before)
+            return f"the drafter cannot be kept for the next start ({error})"
         return None
 
     def order(self, new: KeptDrafter, before: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +46,7 @@ class ReplicaRestart:
 
         Should that not come up, the supervisor starts it with the old one. Raises: Refusal.
         """
-        if problem := self.keep(new, _served(before)):
+        if problem := self.keep(new, served(before)):
             raise Refusal(500, problem, version=before["version"])
         self._door.shut_down(f"starting again with drafter {new.version}")
         self._leaving = asyncio.create_task(self._leave())
@@ -54,7 +61,7 @@ class ReplicaRestart:
         self._door.shut_down(f"{why}; this replica has to be started again")
         if self._supervised is not None:
             if before is not None:
-                self.keep(_served(before))
+                self.keep(served(before))
             asyncio.get_running_loop().call_later(RESTART_AFTER_S, self._supervised.restart)
 
     async def _leave(self) -> None:
@@ -64,5 +71,6 @@ class ReplicaRestart:
         self._supervised.restart()
 
 
-def _served(status: dict[str, Any]) -> KeptDrafter:
+def served(status: dict[str, Any]) -> KeptDrafter:
+    """What a replica with this status is to be started with again."""
     return KeptDrafter(status["folder"], status["version"], status["sha256"])

@@ -1,6 +1,7 @@
 """What a caller asks of the control endpoint: one swap, and how it is to go."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,11 @@ PAUSES = ("keep", "drain")
 PREFIX_CACHE = ("keep", "clear", "salt")
 HOW = ("auto", "in_place", "restart")
 MAX_PROBES, MAX_PROBE_TOKENS = 16, 256
+# Versions reach environments, logs and metrics.
+_FORMS = {
+    "version": (re.compile(r"[!-~]{1,200}"), "1 to 200 printable ASCII characters without spaces"),
+    "sha256": (re.compile(r"[0-9a-f]{64}"), "64 hex digits in lower case"),
+}
 _TEXTS = ("folder", "version", "sha256", "expected_version")
 
 
@@ -47,6 +53,9 @@ def parse_order(body: bytes) -> SwapOrder:
         raise Refusal(400, f"expected a JSON object with {', '.join(_TEXTS)} and at most {optional}")
     if not all(isinstance(data[key], str) and data[key] for key in _TEXTS):
         raise Refusal(400, f"{', '.join(_TEXTS)} must be texts that are not empty")
+    for key, (form, words) in _FORMS.items():
+        if not form.fullmatch(data[key]):
+            raise Refusal(400, f"{key} must be {words}")
     if not isinstance(data.get("expected_epoch", ""), str):
         raise Refusal(400, "expected_epoch must be a text, a status' epoch")
     for key, allowed in (("pause", PAUSES), ("prefix_cache", PREFIX_CACHE), ("how", HOW)):
@@ -66,6 +75,6 @@ def _probes(probes: Any) -> tuple[dict[str, Any], ...]:
         if isinstance(one.get("messages"), list) == isinstance(one.get("prompt"), str | list):
             raise Refusal(400, "every probe needs messages or a prompt, a text or token ids")
         max_tokens = one.get("max_tokens", 1)
-        if not isinstance(max_tokens, int) or not 1 <= max_tokens <= MAX_PROBE_TOKENS:
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or not 1 <= max_tokens <= MAX_PROBE_TOKENS:
             raise Refusal(400, f"a probe's max_tokens must be 1 to {MAX_PROBE_TOKENS}")
     return tuple(probes)

@@ -50,7 +50,7 @@ class Attacker:
         """Send it, wait, and go away without reading."""
         head = f"POST {SWAP} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
         head += f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
-        with socket.create_connection((self.host, self.port)) as connection:
+        with socket.create_connection((self.host, self.port), timeout=60.0) as connection:
             connection.sendall(head.encode() + body)
             time.sleep(after_s)
 

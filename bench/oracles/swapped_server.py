@@ -110,7 +110,7 @@ class Pulse:
 
     def __exit__(self, *_: Any) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(90.0)  # its one request has 60 s
 
     def longest_gap_s(self, since: float) -> float:
         """The longest time between two answers, the last one before ``since`` (time.monotonic()) included."""

@@ -9,10 +9,13 @@ Source: vllm/v1/executor/multiproc_executor.py (collective_rpc) and vllm/v1/engi
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable
 from typing import Any
 
 from serving.errors import ServingError
+
+LOOK_S = 0.5
 
 
 class EngineLost(ServingError):
@@ -23,8 +26,17 @@ class EngineLate(EngineLost):
     """A call did not end in time; it may still."""
 
 
+class EngineDied(EngineLost):
+    """The engine's process is gone; vLLM's server ends itself then."""
+
+
 class WorkerFailed(ServingError):
     """A call raised on a worker: what was done is not known, and other workers' replies may lie about."""
+
+
+def new_call() -> str:
+    """A name that no other call has."""
+    return secrets.token_hex(8)
 
 
 class EngineCalls:
@@ -39,9 +51,28 @@ class EngineCalls:
         self._require_extension()
         return await self._on_workers("slipstream_status", (), (verify,))
 
-    async def swap(self, order: tuple[str, str, str, str], expected_swaps: int | None) -> list[dict[str, Any]]:
-        """Every worker's answer to folder, version, sha256, expected version. Raises: EngineLost, WorkerFailed."""
-        return await self._on_workers("slipstream_swap", (*order, expected_swaps), ())
+    async def swap(self, call: str, order: tuple[str, str, str, str], expected_swaps: int) -> list[dict[str, Any]]:
+        """Every worker's answer to folder, version, sha256, expected version. Raises: EngineLost, WorkerFailed.
+
+        ``call`` names this swap, from ``new_call``, for ``commit`` and ``put_back``.
+        """
+        return await self._on_workers("slipstream_swap", (*order, expected_swaps), (), call=call)
+
+    async def commit(self, swap: str) -> None:
+        """Have every worker let go of what the swap replaced. Raises: EngineLost."""
+        await self._or_lost("slipstream_commit", swap)
+
+    async def put_back(self, swap: str, version: str, num_swaps: int) -> list[dict[str, Any]]:
+        """Every worker's answer, serving what it did before the swap. Raises: EngineLost."""
+        return await self._or_lost("slipstream_put_back", swap, version, num_swaps)
+
+    async def is_paused(self) -> bool:
+        """Whether the engine generates nothing for now. Raises: EngineLate, WorkerFailed."""
+        return await self._is("is_paused")
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine has given memory back, and computes nothing. Raises: EngineLate, WorkerFailed."""
+        return await self._is("is_sleeping")
 
     async def pause(self, mode: str) -> bool:
         """Whether generation has paused in time: with mode "wait", once what runs has ended."""
@@ -79,8 +110,24 @@ class EngineCalls:
         if not self.client.vllm_config.parallel_config.worker_extension_cls:
             raise ServingError("start the workers with --worker-extension-cls serving.engine.swap.DrafterSwap")
 
-    async def _on_workers(self, method: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[dict[str, Any]]:
-        call = secrets.token_hex(8)
+    async def _is(self, question: str) -> bool:
+        try:
+            return bool(await self._within(getattr(self.client, question)(), f"asking {question}"))
+        except EngineLost:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"{question} failed ({type(error).__name__}: {error})")
+
+    async def _or_lost(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        try:
+            return await self._on_workers(method, arguments, ())
+        except WorkerFailed as error:
+            raise EngineLost(str(error))
+
+    async def _on_workers(
+        self, method: str, before: tuple[Any, ...], after: tuple[Any, ...], *, call: str | None = None
+    ) -> list[dict[str, Any]]:
+        call = call or new_call()
         try:
             replies = await self._within(
                 self.client.collective_rpc(method, args=(*before, call, *after)), f"waiting for {method}"
@@ -97,7 +144,12 @@ class EngineCalls:
         task = asyncio.ensure_future(work)
         self._running.add(task)  # the loop itself keeps no task alive
         task.add_done_callback(self._ended)
-        await asyncio.wait({task}, timeout=self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        while not task.done() and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait({task}, timeout=min(left, LOOK_S))
+            if not task.done() and getattr(self.client, "errored", False):
+                # It never ends; and a server that ends itself waits for whoever waits here.
+                raise EngineDied(f"the engine died while {what}")
         if not task.done():
             raise EngineLate(f"{what} took more than {self._timeout_s:g} s")
         return task.result()

@@ -42,6 +42,8 @@ def capability(worker: Any) -> Capability:
         return _restart("this engine shards its model, and a swap of shards is not verified yet")
     if parallel.data_parallel_size > 1:
         return _restart("this engine is data parallel: only the first engine's answer to a swap comes back")
+    if (servers := getattr(parallel, "_api_process_count", 1)) > 1:
+        return _restart(f"{servers} API servers each have a door of their own, and a swap closes one")
     if not hasattr(holder, "_draft_attn_layer_names"):
         return _restart("the V2 model runner serves this drafter, and no run has proved a swap there yet")
     if config.model_config.enforce_eager:

@@ -44,22 +44,23 @@ def probe_ids(client: Any, probes: Sequence[dict[str, Any]]) -> list[tuple[list[
 
 
 async def run_probes(client: Any, probes: Sequence[tuple[list[int], int]], *, timeout_s: float) -> Probed:
-    """Greedy replies, one at a time, nothing of them taken from the prefix cache. Raises: ServingError."""
-    token_ids, steps, accepted = [], [], 0
-    for ids, max_tokens in probes:
-        try:
-            output = await asyncio.wait_for(_one(client, ids, max_tokens), timeout_s)
-        except TimeoutError:
-            raise ServingError(f"a probe prompt got no answer in {timeout_s:g} s")
-        except Exception as error:
-            raise ServingError(f"a probe prompt failed: {type(error).__name__}: {error}")
-        if len(output.token_ids) != max_tokens:
-            raise ServingError(f"a probe prompt got {len(output.token_ids)} tokens, asked for {max_tokens}")
-        token_ids.append(tuple(output.token_ids))
-        if (counts := output.spec_decode_metrics) is not None:
-            steps.append(sum(counts.histogram))
-            accepted += sum(length * count for length, count in enumerate(counts.histogram))
-    return Probed(tuple(token_ids), sum(steps) if len(steps) == len(probes) else None, accepted)
+    """Greedy replies, one at a time, nothing of them from the prefix cache, all in that time. Raises: ServingError."""
+    try:
+        async with asyncio.timeout(timeout_s):  # of all together: requests wait in front of the door meanwhile
+            outputs = [await _one(client, ids, max_tokens) for ids, max_tokens in probes]
+    except TimeoutError:
+        raise ServingError(f"the probe prompts got no answers in {timeout_s:g} s")
+    except Exception as error:
+        raise ServingError(f"a probe prompt failed: {type(error).__name__}: {error}")
+    for output, (_, asked) in zip(outputs, probes, strict=True):
+        if len(output.token_ids) != asked:
+            raise ServingError(f"a probe prompt got {len(output.token_ids)} tokens, asked for {asked}")
+    counts = [output.spec_decode_metrics.histogram for output in outputs if output.spec_decode_metrics is not None]
+    return Probed(
+        token_ids=tuple(tuple(output.token_ids) for output in outputs),
+        num_steps=sum(map(sum, counts)) if len(counts) == len(probes) else None,
+        num_accepted_tokens=sum(length * count for histogram in counts for length, count in enumerate(histogram)),
+    )
 
 
 def problem_of(before: Probed, after: Probed, *, allow_changed_outputs: bool) -> tuple[str | None, int]:

@@ -3,7 +3,8 @@
 vLLM 0.32 cannot reload a drafter, and its in-place weight update breaks DFlash (rope caches stay on the meta device,
 fused buffers keep the old weights, CPU linears have no weights left to write to). So a new drafter module is loaded
 beside the old one and served only once its live weights have been compared with the file: in the old one's place, or,
-where CUDA graphs hold addresses, copied into the old one's storage. Otherwise the old one is put back.
+where CUDA graphs hold addresses, copied into the old one's storage. Otherwise the old one is put back. It stays in
+memory, whole, until the caller says that the new one has proved itself: the way back needs no disk.
 
 Nothing here raises: when one rank of a ``collective_rpc`` fails, the other ranks' replies stay queued and the next
 call reads them. Every method returns a dict with a ``status``, and with the ``call`` that it answers, by which the
@@ -14,7 +15,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,12 @@ from serving.engine.cpu_context_norm import repair_cpu_context_norm
 from serving.engine.cpu_sampling import repair_cpu_sampling
 from serving.engine.live_weights import live_fingerprint, mismatches, rope_problem
 from serving.engine.replaced_module import ReplacedModule
+from serving.engine.serving_state import Held, held, hold, reply, serve_again, serving, set_serving
 from serving.errors import ServingError
-from serving.kept_drafter import VERSION_ENV
-from serving.preflight import WEIGHTS, check_drafter, read_config, sha256_file
+from serving.preflight import WEIGHTS, check_drafter
 
 logger = logging.getLogger("vllm.slipstream")
 
-UNVERSIONED = "unversioned"
-_STATE = "_slipstream_serving"
 _one_at_a_time = threading.Lock()
 
 repair_cpu_sampling()  # vLLM imports this module in the worker, before it drafts and samples
@@ -47,13 +45,13 @@ class DrafterSwap:
         ``verify`` reads the live weights again: waking from a sleep, or an update of the target, may lose them.
         """
         try:
-            serving = _serving(self)
-            if verify and (found := live_fingerprint(drafter_of(self).model)) != serving["live_fingerprint"]:
-                why = f"the live weights are {found}, no longer version {serving['version']}'s; swap it in again"
-                return _reply(self, call, "failed", why)
-            return _reply(self, call, "ok", None)
+            now = serving(self)
+            if verify and (found := live_fingerprint(drafter_of(self).model)) != now["live_fingerprint"]:
+                why = f"the live weights are {found}, no longer version {now['version']}'s; swap it in again"
+                return reply(self, call, "failed", why)
+            return reply(self, call, "ok", None)
         except Exception as error:
-            return _reply(self, call, "refused", f"{type(error).__name__}: {error}")
+            return reply(self, call, "refused", f"{type(error).__name__}: {error}")
 
     def slipstream_swap(
         self,
@@ -66,16 +64,38 @@ class DrafterSwap:
     ) -> dict[str, Any]:
         """Serve the drafter in ``folder`` as ``version`` if ``expected_version`` serves, ``expected_swaps`` swaps on.
 
-        Status is "ok", "refused" (nothing was touched) or "failed" (the old drafter was put back).
+        Status is "ok", "refused" (nothing was touched) or "failed" (the old drafter was put back). After "ok" the old
+        one is held, until ``slipstream_commit`` or ``slipstream_put_back`` names this ``call``, or the next swap.
         """
         if not _one_at_a_time.acquire(blocking=False):
-            return _reply(self, call, "refused", "another swap is running on this worker; ask again when it has ended")
+            return reply(self, call, "refused", "another swap is running on this worker; ask again when it has ended")
         try:
             expected = (expected_version, expected_swaps)
-            return {**_swap(self, Path(folder), version, sha256, expected), "call": call}
+            return {**_swap(self, Path(folder), version, sha256, expected, call), "call": call}
         except Exception as error:
             logger.exception("swap to %s ended in an error", version)
-            return _reply(self, call, "failed", f"{type(error).__name__}: {error}")
+            return reply(self, call, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            _one_at_a_time.release()
+
+    def slipstream_commit(self, swap: str, call: str = "") -> dict[str, Any]:
+        """Let go of the drafter that the swap of this call replaced."""
+        if (old := held(self)) is not None and old.swap == swap:
+            hold(self, None)
+        return reply(self, call, "ok", None)
+
+    def slipstream_put_back(self, swap: str, version: str, num_swaps: int, call: str = "") -> dict[str, Any]:
+        """Serve what served before the swap of this call, ``version``; every worker counts ``num_swaps`` from there.
+
+        A worker that did not swap then has nothing to put back, and counts like the others.
+        """
+        if not _one_at_a_time.acquire(blocking=False):
+            return reply(self, call, "refused", "another swap is running on this worker; ask again when it has ended")
+        try:
+            return _put_back(self, swap, version, num_swaps, call)
+        except Exception as error:
+            logger.exception("version %s could not be put back", version)
+            return reply(self, call, "failed", f"{type(error).__name__}: {error}")
         finally:
             _one_at_a_time.release()
 
@@ -84,39 +104,41 @@ class _Refused(ServingError):
     """The swap cannot start."""
 
 
-def _swap(worker: Any, folder: Path, version: str, sha256: str, expected: tuple[str, int | None]) -> dict[str, Any]:
+def _swap(
+    worker: Any, folder: Path, version: str, sha256: str, expected: tuple[str, int | None], call: str
+) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         can = capability(worker)
-        serving = _serving(worker)
+        before = serving(worker)
         if can.how is None:
             raise _Refused(can.reason)
-        _require_expected(serving, *expected)
-        before = _stamp(folder)
-        _check(worker, folder, sha256, serving["config"])
+        _require_expected(before, *expected)
+        stamp = _stamp(folder)
+        _check(worker, folder, sha256, before["config"])
     except ServingError as error:
-        return _reply(worker, "", "refused", str(error))
+        return reply(worker, "", "refused", str(error))
     checked = time.perf_counter()
+    hold(worker, None)  # of a swap that nobody ended: two drafters are enough
     try:
-        fingerprint = _serve(worker, folder, how=can.how)
-        if _stamp(folder) != before:
-            raise ServingError(f"{folder / WEIGHTS} was written while it was loaded; a version's folder never changes")
+        old, storage, fingerprint = _serve(worker, folder, how=can.how, stamp=stamp)
     except BaseException as error:
-        logger.exception("swap to %s failed, version %s serves", version, serving["version"])
-        why = f"{type(error).__name__}: {error}; version {serving['version']} is back"
-        return _reply(worker, "", "failed", why)
-    _set_serving(worker, version, folder, sha256, fingerprint)
+        logger.exception("swap to %s failed, version %s serves", version, before["version"])
+        why = f"{type(error).__name__}: {error}; version {before['version']} is back"
+        return reply(worker, "", "failed", why)
+    hold(worker, Held(call, before, old, storage))
+    set_serving(worker, version, folder, sha256, fingerprint)
     loaded = time.perf_counter()
-    logger.info("drafter %s serves (was %s), live weights %s", version, serving["version"], fingerprint)
+    logger.info("drafter %s serves (was %s), live weights %s", version, before["version"], fingerprint)
     seconds = {"check_s": round(checked - started, 4), "load_s": round(loaded - checked, 4)}
-    return {**_reply(worker, "", "ok", None), "previous": serving["version"], **seconds}
+    return {**reply(worker, "", "ok", None), "previous": before["version"], **seconds}
 
 
-def _require_expected(serving: dict[str, Any], version: str, num_swaps: int | None) -> None:
-    if serving["version"] != version:
-        raise _Refused(f"version {serving['version']} serves, the caller expected {version}; look again")
-    if num_swaps is not None and serving["num_swaps"] != num_swaps:
-        raise _Refused(f"{serving['num_swaps']} swaps so far, the caller knew of {num_swaps}; look again")
+def _require_expected(now: dict[str, Any], version: str, num_swaps: int | None) -> None:
+    if now["version"] != version:
+        raise _Refused(f"version {now['version']} serves, the caller expected {version}; look again")
+    if num_swaps is not None and now["num_swaps"] != num_swaps:
+        raise _Refused(f"{now['num_swaps']} swaps so far, the caller knew of {num_swaps}; look again")
 
 
 def _check(worker: Any, folder: Path, sha256: str, serving_config: dict[str, Any]) -> None:
@@ -131,8 +153,10 @@ def _check(worker: Any, folder: Path, sha256: str, serving_config: dict[str, Any
         raise _Refused(f"{folder / WEIGHTS}: sha256 {info.sha256}, the caller says {sha256}; not the version meant")
 
 
-def _serve(worker: Any, folder: Path, *, how: str) -> str:
-    """The live fingerprint of the drafter of ``folder``, which serves now; whatever fails, the old one is back."""
+def _serve(
+    worker: Any, folder: Path, *, how: str, stamp: tuple[int, ...] | None
+) -> tuple[ReplacedModule, CapturedStorage | None, str]:
+    """What the drafter of ``folder`` replaced, and its live fingerprint; whatever fails, the old one is back."""
     holder = drafter_of(worker)
     old = ReplacedModule(worker, holder)
     storage = CapturedStorage(old.model) if how == COPY else None
@@ -143,12 +167,30 @@ def _serve(worker: Any, folder: Path, *, how: str) -> str:
             storage.write(holder.model)
             old.keep_module(folder)
             _verify(holder.model, folder)
-        return live_fingerprint(holder.model)
+        if _stamp(folder) != stamp:
+            raise ServingError(f"{folder / WEIGHTS} was written while it was loaded; a version's folder never changes")
+        return old, storage, live_fingerprint(holder.model)
     except BaseException:
         if storage is not None:
             storage.put_back()
         old.put_back()
         raise
+
+
+def _put_back(worker: Any, swap: str, version: str, num_swaps: int, call: str) -> dict[str, Any]:
+    old = held(worker)
+    if old is not None and old.swap == swap and old.serving["version"] == version:
+        old.put_back()
+        hold(worker, None)
+        serve_again(worker, old.serving, num_swaps=num_swaps)
+        if (found := live_fingerprint(drafter_of(worker).model)) != old.serving["live_fingerprint"]:
+            return reply(worker, call, "failed", f"the live weights are {found}, not version {version}'s")
+        logger.info("drafter %s serves again", version)
+    now = serving(worker)
+    if now["version"] != version:
+        return reply(worker, call, "refused", f"version {now['version']} serves, and {version} is not held")
+    serve_again(worker, now, num_swaps=num_swaps)
+    return reply(worker, call, "ok", None)
 
 
 def _verify(model: Any, folder: Path) -> None:
@@ -164,38 +206,3 @@ def _stamp(folder: Path) -> tuple[int, ...] | None:
     except OSError:
         return None  # the check says what is missing
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _serving(worker: Any) -> dict[str, Any]:
-    if not hasattr(worker, _STATE):
-        model = drafter_of(worker).model
-        folder = Path(worker.vllm_config.speculative_config.draft_model_config.model)
-        swappable = capability(worker).how is not None
-        if swappable and (wrong := mismatches(model, folder / WEIGHTS)):
-            raise ServingError(f"{folder}: not what was loaded at the start ({wrong[0]}); restart with a whole folder")
-        version = os.environ.get(VERSION_ENV) or UNVERSIONED
-        fingerprint = live_fingerprint(model)
-        _set_serving(worker, version, folder, sha256_file(folder / WEIGHTS), fingerprint)
-    return getattr(worker, _STATE)
-
-
-def _set_serving(worker: Any, version: str, folder: Path, sha256: str, fingerprint: str) -> None:
-    before = getattr(worker, _STATE, None)
-    state = {"version": version, "folder": str(folder), "sha256": sha256, "live_fingerprint": fingerprint}
-    state["num_swaps"] = before["num_swaps"] + 1 if before else 0
-    state["started"] = before["started"] if before else os.urandom(4).hex()
-    state["since"] = round(time.time(), 3)
-    setattr(worker, _STATE, {**state, "config": before["config"] if before else read_config(folder)})
-
-
-_SHOWN = ("version", "folder", "sha256", "live_fingerprint", "num_swaps", "started", "since")
-
-
-def _reply(worker: Any, call: str, status: str, reason: str | None) -> dict[str, Any]:
-    serving = getattr(worker, _STATE, None) or {}
-    known = {key: serving.get(key) for key in _SHOWN}
-    try:
-        can = asdict(capability(worker))
-    except ServingError as error:
-        can = {"how": None, "reason": str(error)}
-    return {"status": status, "reason": reason, **known, "swap": can, "rank": getattr(worker, "rank", 0), "call": call}

@@ -1,4 +1,4 @@
-"""Prefix-cache blocks for each drafter version apart, so that no request reads drafter keys of another version.
+"""Prefix-cache blocks of after a swap apart from those of before, so that no request reads another drafter's keys.
 
 Source: vllm/v1/engine/input_processor.py (cache_salt), vLLM 0.32.
 """
@@ -10,15 +10,19 @@ from typing import Any
 _ATTRIBUTE = "slipstream_cache_salt"
 
 
-def use(engine_client: Any, version: str) -> bool:
-    """Whether requests from now on, of this API server, share cached blocks with those of the same version alone."""
-    generate = getattr(engine_client, "generate", None)
-    if generate is None:
-        return False
+def is_possible(engine_client: Any) -> bool:
+    """Whether requests can be told apart there."""
+    return getattr(engine_client, "generate", None) is not None
+
+
+def use(engine_client: Any, salt: str) -> None:
+    """Requests from now on, of this API server, share cached blocks with those of the same salt alone.
+
+    A version's name is none: between two times that it serves, another drafter may write under it.
+    """
     if not hasattr(engine_client, _ATTRIBUTE):
-        engine_client.generate = _salting(engine_client, generate)
-    setattr(engine_client, _ATTRIBUTE, version)
-    return True
+        engine_client.generate = _salting(engine_client, engine_client.generate)
+    setattr(engine_client, _ATTRIBUTE, salt)
 
 
 def _salting(engine_client: Any, generate: Any) -> Any:

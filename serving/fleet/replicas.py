@@ -95,7 +95,7 @@ def _seen(address: Address, now: Mapping[str, Any]) -> Seen:
     in_place = not isinstance(can, Mapping) or can.get("how") is not None
     if now["paused"]:
         return Seen(None, f"{address.url}: the engine is paused", in_place, now)
-    if len(set(now["live_fingerprint"])) != 1:
+    if len(set(now["live_fingerprint"])) != 1 and deploy.are_whole(now):
         return Seen(None, f"{address.url}: its workers have different live weights", in_place, now)
     return Seen(Drafter(now["version"], str(now["folder"]), now["sha256"]), "", in_place, now)
 

@@ -36,6 +36,8 @@ class ScriptedEngine:
         self.workers = [{**serving, "started": "aa", "since": 1.0, "swap": IN_PLACE} for _ in range(2)]
         self.calls, self.paused, self.fail_on, self.broken_workers = [], False, None, ()
         self.swap_gate = self.left_behind = None
+        self.held = {}  # rank -> (the swap's call, what served before)
+        self.can_empty, self.sleeping = True, False
         self.replies = {}  # version -> what the probes get
         self.drafts = True
 
@@ -58,9 +60,12 @@ class ScriptedEngine:
     async def is_paused(self):
         return self.paused
 
+    async def is_sleeping(self):
+        return self.sleeping
+
     async def reset_prefix_cache(self):
         self._note("reset")
-        return True
+        return self.can_empty
 
     async def generate(self, prompt, params, request_id):
         self.calls.append("probe")
@@ -77,6 +82,11 @@ class ScriptedEngine:
             if self.swap_gate is not None:
                 await self.swap_gate.wait()
             answers = [self._swap(rank, worker, *args) for rank, worker in enumerate(self.workers)]
+        elif method == "slipstream_put_back":
+            answers = [self._put_back(rank, worker, *args) for rank, worker in enumerate(self.workers)]
+        elif method == "slipstream_commit":
+            self.held = {rank: held for rank, held in self.held.items() if held[0] != args[0]}
+            answers = [{"status": "ok", **w, "rank": rank, "call": args[1]} for rank, w in enumerate(self.workers)]
         else:
             answers = [
                 {"status": "ok", "reason": None, "rank": rank, **w, "call": args[0]}
@@ -92,9 +102,18 @@ class ScriptedEngine:
             return {"status": "refused", **worker, **told, "reason": "other version"}
         if rank in self.broken_workers and version == "2":
             return {"status": "failed", **worker, **told, "reason": "no memory"}
+        self.held[rank] = (call, dict(worker))
         worker.update(version=version, folder=folder, sha256=sha256, live_fingerprint=f"f{version}")
         worker["num_swaps"] += 1
         return {"status": "ok", **worker, **told}
+
+    def _put_back(self, rank, worker, swap, version, num_swaps, call):
+        if rank in self.held and self.held[rank][0] == swap:
+            worker.update(self.held.pop(rank)[1])
+        worker["num_swaps"] = num_swaps
+        is_back = worker["version"] == version
+        told = {"reason": None if is_back else "not held", "rank": rank, "call": call}
+        return {"status": "ok" if is_back else "refused", **worker, **told}
 
 
 def build(drafters):

@@ -11,6 +11,7 @@ from serving.errors import ServingError
 def worker(**changes):
     """An eager V1 engine on one CPU, but for what a test changes."""
     config = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    config["_api_process_count"] = changes.pop("api_servers", 1)
     config |= {key: changes.pop(key) for key in list(changes) if key in config}
     eager, device, method = changes.pop("eager", True), changes.pop("device", "cpu"), changes.pop("method", "dflash")
     proposer = SimpleNamespace(model=object(), _draft_attn_layer_names={"layers.6"})
@@ -37,6 +38,7 @@ def test_an_eager_engine_replaces_modules():
         ({"tensor_parallel_size": 2}, "shards"),
         ({"pipeline_parallel_size": 2}, "shards"),
         ({"data_parallel_size": 2}, "only the first engine's answer"),
+        ({"api_servers": 4}, "4 API servers each have a door"),
         ({"eager": False}, "compiles"),
         ({"eager": False, "device": "cuda"}, "CUDA graphs"),
         ({"runner": SimpleNamespace(speculator=SimpleNamespace(model=object()))}, "V2 model runner"),

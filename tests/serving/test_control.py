@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.serving.scripted_engine import TOKEN, ask, build, call, order, steps
+from tests.serving.scripted_engine import TOKEN, ask, build, call, order, steps, until
 
 
 def test_the_prefix_cache_is_emptied_on_request(served):
@@ -23,7 +23,7 @@ def test_a_swap_probes_pauses_swaps_resets_resumes_and_probes_in_this_order(serv
     body = reply.json()
     assert (body["version"], body["previous"], body["live_fingerprint"]) == ("2", "1", ["f2", "f2"])
     assert body["pause_s"] >= 0 and body["prefix_cache_reset"] is True
-    assert steps(served) == [*PROBED, "pause", "slipstream_swap", "reset", "resume", *PROBED]
+    assert steps(served) == [*PROBED, "pause", "slipstream_swap", "reset", "resume", *PROBED, "slipstream_commit"]
     assert body["probe"]["after"] == {"num_steps": 6, "num_accepted_tokens": 2}
     assert (body["how"], body["epoch"]) == ("in_place", "aa.1")
     assert served.state.slipstream_drafter_version == "2"
@@ -106,15 +106,13 @@ def test_a_caller_that_hangs_up_does_not_leave_the_engine_paused(served):
     async def scenario():
         served.engine.swap_gate = asyncio.Event()
         request = asyncio.create_task(call(served, "POST", "/slipstream/swap", body=order(served)))
-        while "slipstream_swap" not in served.engine.calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: "slipstream_swap" in served.engine.calls)
         request.cancel()
         await asyncio.sleep(0.01)
         served.engine.swap_gate.set()
-        while "resume" not in served.engine.calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: "resume" in served.engine.calls)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(scenario())
     assert not served.engine.paused and served.engine.workers[0]["version"] == "2"
 
 
@@ -122,13 +120,12 @@ def test_a_second_swap_at_the_same_time_is_refused(served):
     async def scenario():
         served.engine.swap_gate = asyncio.Event()
         first = asyncio.create_task(call(served, "POST", "/slipstream/swap", body=order(served)))
-        while "slipstream_swap" not in served.engine.calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: "slipstream_swap" in served.engine.calls)
         second = await call(served, "POST", "/slipstream/swap", body=order(served))
         served.engine.swap_gate.set()
         return await first, second
 
-    first, second = asyncio.run(asyncio.wait_for(scenario(), 10))
+    first, second = asyncio.run(scenario())
     assert (first.status_code, second.status_code) == (200, 409)
     assert served.engine.calls.count("pause") == 1
 

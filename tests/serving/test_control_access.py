@@ -13,6 +13,7 @@ from serving.errors import ServingError
 from serving.swap_order import parse_order
 from tests.serving.scripted_engine import TOKEN, ask, build, call, order
 
+WHOLE = {"folder": "/f", "version": "2", "sha256": "0" * 64, "expected_version": "1"}
 HEADERS = [(b"authorization", b"Bearer t")]
 
 
@@ -96,7 +97,6 @@ def test_calls_run_out_and_come_back(monkeypatch):
 @pytest.mark.parametrize(
     "folder",
     [
-        "{root}",
         "{root}/..",
         "{root}/../secret",
         "{root}/2/../../secret",
@@ -193,11 +193,19 @@ def test_a_body_that_never_ends_is_given_up(served, monkeypatch):
         {"probe": [{}]},
         {"probe": [{"prompt": "a", "messages": []}]},
         {"probe": [{"prompt": "a", "max_tokens": 100_000}]},
+        {"probe": [{"prompt": "a", "max_tokens": True}]},
         {"probe": [{"prompt": "a"}] * 17},
+        {"version": "2\x00"},  # it goes into the environment of the next start
+        {"version": "2\n3"},
+        {"version": "\ud800"},
+        {"version": "v" * 201},
+        {"sha256": "0"},
+        {"sha256": "A" * 64},
     ],
 )
 def test_an_order_with_a_setting_that_is_none_is_refused(changes):
-    body = {"folder": "/f", "version": "2", "sha256": "0", "expected_version": "1"} | changes
+    assert parse_order(json.dumps(WHOLE).encode()).version == "2"
+    body = WHOLE | changes
     assert refused(parse_order, json.dumps(body).encode()) == 400
 
 

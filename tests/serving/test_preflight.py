@@ -340,3 +340,36 @@ def install(monkeypatch, installed):
         return installed[1]
 
     monkeypatch.setattr(versions.metadata, "version", version)
+
+
+ODD = (None, True, -1, 0.5, 1e308, float("nan"), 10**9, 10**400, "x", "\ud800", [], [[]], [None], {}, {"a": 1})
+ADDED = ("rope_parameters", "rope_scaling", "draft_vocab_size", "target_hidden_size", "quantization_config")
+ADDED += ("slipstream", "use_sliding_window", "sliding_window", "max_window_layers", "is_neox_style", "torch_dtype")
+ADDED_DFLASH = ("swa_window_size", "use_swa", "attention_sink_bias", "predicts_from_slot0", "use_aux_hidden_state")
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_no_setting_of_a_config_ends_in_anything_but_a_refusal_by_name(drafter, odd):
+    path = drafter / "config.json"
+    good = json.loads(path.read_text())
+    for nested, keys in ((None, (*good, *ADDED)), ("dflash_config", (*good["dflash_config"], *ADDED_DFLASH))):
+        for key in keys:
+            changed = good | ({key: odd} if nested is None else {nested: good[nested] | {key: odd}})
+            path.write_text(json.dumps(changed))
+            for serving in (None, good):
+                try:
+                    check_drafter(drafter, target_config=TARGET, num_speculative_tokens=3, serving_config=serving)
+                except PreflightError as error:
+                    assert error.code and str(error)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{" * 100_000, '{"a":' * 50_000, "1" * 5000, " " * 2**21])
+def test_a_config_that_is_no_config_is_refused(drafter, text):
+    (drafter / "config.json").write_text(text)
+    assert refused(drafter) == "config_unreadable"
+
+
+def test_a_folder_of_very_many_files_is_not_walked(drafter):
+    for i in range(1001):
+        (drafter / str(i)).touch()
+    assert refused(drafter) == "folder"

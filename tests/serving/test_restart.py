@@ -115,7 +115,10 @@ def drop_once_ordered(folder, keep):
     """Lose the folder between the order and the start, as a disk does."""
 
     def wait():
+        deadline = time.monotonic() + 300
         while read_kept(keep).serve.version != "9":
+            if time.monotonic() > deadline:
+                return
             time.sleep(0.02)
         (Path(folder) / "config.json").unlink()
 

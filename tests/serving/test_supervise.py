@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,11 +12,12 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from serving.kept_drafter import Kept, KeptDrafter, read_kept, write_kept
-from serving.supervise import with_drafter
+from serving.supervise import _Supervisor, with_drafter
 
 SUPERVISOR = Path(__file__).resolve().parents[2] / "serving" / "supervise.py"
 # Starts a child that ignores SIGTERM, says both pids, then sleeps.
@@ -43,6 +45,13 @@ def gone(pids, timeout_s=60):
     return not any(alive(pid) for pid in pids)
 
 
+def first_line(process, timeout_s=60):
+    """What it says first. Raises: AssertionError when that does not come."""
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    assert ready, "waited in vain"
+    return process.stdout.readline()
+
+
 def start(seconds="600"):
     process = subprocess.Popen(
         [sys.executable, "-S", str(SUPERVISOR), sys.executable, "-c", COMMAND, seconds],
@@ -50,7 +59,7 @@ def start(seconds="600"):
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+    return process, [int(pid) for pid in first_line(process).split()]
 
 
 @pytest.mark.parametrize("how", ["pipe closes", "terminated", "command ends", "command is killed"])
@@ -69,10 +78,10 @@ def test_the_group_ends_when_the_asking_process_is_killed():
     asker = subprocess.Popen(
         [sys.executable, "-c", ASKER, str(SUPERVISOR), COMMAND], stdout=subprocess.PIPE, start_new_session=True
     )
-    pids = [int(pid) for pid in asker.stdout.readline().split()]
+    pids = [int(pid) for pid in first_line(asker).split()]
     assert all(alive(pid) for pid in pids)
     asker.kill()
-    asker.wait()
+    asker.wait(60)
     assert gone(pids)
 
 
@@ -103,9 +112,11 @@ with open(options["--starts"], "a") as starts:
     print(json.dumps(start), file=starts)
 if "bad" in drafter:
     sys.exit(3)
+with open(options["--starts"] + ".proves", "a") as proves:
+    print(os.environ["SLIPSTREAM_PROVE"] == "1", file=proves)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(404 if "silent" in drafter else 200)
         self.end_headers()
     def log_message(self, *_):
         pass
@@ -120,7 +131,8 @@ class Keeping:
     def __init__(self, folder):
         self.folder, self.keep, self.starts_file = folder, folder / "kept.json", folder / "starts"
         self.drafters = {}
-        for name in ("one", "two", "bad"):
+        self.environment = {}
+        for name in ("one", "two", "bad", "silent"):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text("{}")
             (folder / name / "model.safetensors").write_text(name)
@@ -136,7 +148,7 @@ class Keeping:
         command = [sys.executable, "-c", SERVER, *options]
         self.process = subprocess.Popen(
             [sys.executable, "-S", str(SUPERVISOR), "--keep", str(self.keep), *command],
-            env={**os.environ, "SLIPSTREAM_DRAFTER_VERSION": "first"},
+            env={**os.environ, "SLIPSTREAM_DRAFTER_VERSION": "first", **self.environment},
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -161,6 +173,14 @@ class Keeping:
                     return [start[:2] for start in self.starts()]
             time.sleep(0.05)
         raise AssertionError(f"waited in vain: {self.starts()}")
+
+    def started(self, count):
+        """The starts, once there are so many."""
+        deadline = time.monotonic() + 60
+        while len(self.starts()) < count:
+            assert time.monotonic() < deadline, f"waited in vain: {self.starts()}"
+            time.sleep(0.05)
+        return [start[:2] for start in self.starts()]
 
     def settled(self):
         """What is kept, once the supervisor has seen that it came up."""
@@ -204,6 +224,83 @@ def test_a_kept_folder_that_is_no_longer_what_was_served_is_not_started_with(kee
     (keeping.folder / "two" / "model.safetensors").write_text("other weights")
     os.kill(keeping.starts()[-1][2], 9)
     assert keeping.healthy(2)[1:] == [["one", "first"]]
+
+
+def test_a_new_drafter_is_told_to_prove_itself_and_one_that_served_is_not(keeping):
+    write_kept(keeping.keep, Kept(keeping.drafters["two"], keeping.drafters["one"]))
+    keeping.process.send_signal(signal.SIGUSR1)
+    keeping.healthy(2)
+    keeping.settled()
+    os.kill(keeping.starts()[-1][2], 9)
+    keeping.healthy(3)
+    assert (keeping.folder / "starts.proves").read_text().split() == ["False", "True", "False"]
+
+
+def test_a_full_disk_ends_no_server(keeping):
+    write_kept(keeping.keep, Kept(keeping.drafters["bad"], keeping.drafters["two"]))
+    (keeping.folder / f".kept.json.{keeping.process.pid}.tmp").mkdir()  # nothing can be written any more
+    keeping.process.send_signal(signal.SIGUSR1)
+    assert keeping.healthy(3)[1:] == [["bad", "v-bad"], ["two", "v-two"]]
+    os.kill(keeping.starts()[-1][2], 9)
+    assert keeping.healthy(4)[3:] == [["two", "v-two"]]
+
+
+def test_a_server_behind_a_proxys_environment_is_seen_up(tmp_path):
+    server = Keeping(tmp_path)
+    server.environment = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "all_proxy")}
+    write_kept(server.keep, Kept(server.drafters["two"], server.drafters["one"]))
+    with server:
+        assert server.started(1) == [["two", "v-two"]]
+        assert server.settled() == Kept(server.drafters["two"])
+
+
+def test_one_whose_health_nobody_sees_is_ended_only_where_there_is_another_to_go_back_to(tmp_path):
+    server = Keeping(tmp_path)
+    server.environment = {"SLIPSTREAM_START_S": "2"}
+    write_kept(server.keep, Kept(server.drafters["silent"]))
+    with server:
+        assert server.started(1) == [["silent", "v-silent"]]
+        time.sleep(4)
+        assert len(server.starts()) == 1
+        write_kept(server.keep, Kept(server.drafters["silent"], server.drafters["two"]))
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.healthy(3)[1:] == [["silent", "v-silent"], ["two", "v-two"]]
+
+
+def test_the_servers_own_word_that_it_is_up_is_enough(tmp_path):
+    server = Keeping(tmp_path)
+    write_kept(server.keep, Kept(server.drafters["silent"], server.drafters["one"]))
+    with server:
+        assert server.started(1) == [["silent", "v-silent"]]
+        server.process.send_signal(signal.SIGUSR2)
+        assert server.settled() == Kept(server.drafters["silent"])
+        os.kill(server.starts()[-1][2], 9)
+        assert server.started(2)[1:] == [["silent", "v-silent"]]
+
+
+def test_what_a_swap_has_kept_meanwhile_is_not_forgotten(tmp_path):
+    one, two, three = (KeptDrafter(f"/v/{n}", n, n) for n in "123")
+    supervisor = SimpleNamespace(_keep=tmp_path / "kept.json", _gave_up=set())
+    write_kept(supervisor._keep, Kept(three))
+    _Supervisor._forget(supervisor, Kept(two, one), Kept(two))
+    assert read_kept(supervisor._keep) == Kept(three)
+
+
+def test_a_command_without_a_speculative_configuration_is_started_as_it_is(tmp_path):
+    write_kept(tmp_path / "kept.json", Kept(KeptDrafter("/v/2", "2", "ab")))
+    tell = "import os; print(os.environ.get('SLIPSTREAM_KEEP'), os.environ.get('SLIPSTREAM_DRAFTER_VERSION'))"
+    for extra in ([], ["--speculative-config", "not JSON"], ["--speculative-config.model", "/v/1"]):
+        command = [sys.executable, "-S", str(SUPERVISOR), "--keep", str(tmp_path / "kept.json")]
+        done = subprocess.run(
+            [*command, sys.executable, "-c", tell, *extra],
+            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")},
+            capture_output=True,
+            start_new_session=True,
+            timeout=60,
+        )
+        assert b"every start is with the drafter of the command line" in done.stdout
+        assert b"None None" in done.stdout, "a version that the command line does not serve is not claimed"
 
 
 def test_a_command_that_never_came_up_is_not_started_for_ever(tmp_path):

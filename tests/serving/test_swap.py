@@ -58,10 +58,15 @@ def status(engine):
     return reply
 
 
-def swap(engine, version, *, expected, folder=None, sha256=None):
+def put_back(engine, swap_call, version, num_swaps):
+    (reply,) = engine.llm.collective_rpc("slipstream_put_back", args=(swap_call, version, num_swaps))
+    return reply
+
+
+def swap(engine, version, *, expected, folder=None, sha256=None, call=""):
     folder = folder or engine.folders[version]
     sha256 = sha256 or sha256_file(folder / "model.safetensors")
-    (reply,) = engine.llm.collective_rpc("slipstream_swap", args=(str(folder), version, sha256, expected))
+    (reply,) = engine.llm.collective_rpc("slipstream_swap", args=(str(folder), version, sha256, expected, None, call))
     return reply
 
 
@@ -202,14 +207,36 @@ def test_the_live_values_are_the_files_tensors(serving_1):
     assert len(mismatches(proposer.model, serving_1.folders["2"] / "model.safetensors")) > 5
 
 
-def test_no_drafter_stays_in_memory_once_another_serves(serving_1):
+def test_no_drafter_stays_in_memory_once_another_has_proved_itself(serving_1):
     runner = serving_1.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     replaced = []
     for old, new in (("1", "2"), ("2", "1")) * 3:
         replaced.append(weakref.ref(runner.drafter.model))
         assert swap(serving_1, new, expected=old)["status"] == "ok"
     gc.collect()
-    assert [one() for one in replaced] == [None] * 6
+    assert [one() is None for one in replaced] == [True] * 5 + [False], "the last is held for the way back"
+    serving_1.llm.collective_rpc("slipstream_commit", args=("",))
+    gc.collect()
+    assert replaced[-1]() is None
+
+
+def test_what_was_replaced_comes_back_from_memory_whole_and_counts_as_two_swaps(serving_1, tmp_path):
+    tokens, before = generate(serving_1), status(serving_1)
+    elsewhere = shutil.copytree(serving_1.folders["1"], tmp_path / "1")
+    assert swap(serving_1, "2", expected="1", call="there")["status"] == "ok"
+    shutil.rmtree(serving_1.folders["1"])
+    try:
+        back = put_back(serving_1, "another swap", "1", before["num_swaps"] + 2)
+        assert (back["status"], back["version"]) == ("refused", "2")
+        back = put_back(serving_1, "there", "1", before["num_swaps"] + 2)
+    finally:
+        shutil.copytree(elsewhere, serving_1.folders["1"])
+    assert back["status"] == "ok"
+    assert status(serving_1) == before | {"num_swaps": before["num_swaps"] + 2}
+    assert generate(serving_1) == tokens
+    again = put_back(serving_1, "there", "1", before["num_swaps"] + 4)
+    assert again["status"] == "ok", "a worker that serves it already counts like the others"
+    assert status(serving_1)["num_swaps"] == before["num_swaps"] + 4
 
 
 def test_one_swap_runs_at_a_time(serving_1):
