@@ -14,9 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs import watch as watch_job
-from jobs import watch_look
+from jobs import watch_look, watch_promises
 from jobs.watch import take
 from jobs.watch_look import Watch
+from jobs.watch_promises import Promises
 from pipeline.artifacts import AcceptanceReport, SpeedReport, commit, describe_file
 from pipeline.errors import ConfigError
 from pipeline.schemas import ACCEPTANCE
@@ -289,9 +290,17 @@ def promised(registry, tiny, root, *, length):
     return version
 
 
-def test_the_gates_promise_stands_beside_what_is_served_and_is_held_against_it(registry, tiny, mlflow_root, folder):
-    version = promised(registry, tiny, mlflow_root, length=4.2)
+def test_the_gates_promise_stands_beside_what_is_served_and_is_held_against_it(
+    registry, tiny, mlflow_root, folder, monkeypatch
+):
     config = config_of(mlflow_root, sources=[folder])
+    clock, promises = iter((0.0, 1.0, 601.0)), Promises(config)
+    monkeypatch.setattr(watch_promises.time, "monotonic", lambda: next(clock))
+    assert promises.points("1") == []
+    version = promised(registry, tiny, mlflow_root, length=4.2)
+    assert version == "1" and promises.points("1") == []  # asked a moment ago
+    assert len(promises.points("1")) == 1  # what was measured since counts without a restart
+    monkeypatch.undo()
     # mail is served at 3.0 and code at 4.0, as one half each: 3.5.
     write_log(folder, records(0, 48, version=version))
     body = look(config, 47)
