@@ -151,3 +151,34 @@ def test_the_endpoint_serves_metrics_and_nothing_else():
             assert answer.read() == b"x 1\n" and "text/plain" in answer.headers["Content-Type"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{base}/", timeout=10)
+
+
+def test_a_replica_that_drips_holds_up_no_look(replica):
+    def drip(self):
+        self.send_response(200)
+        self.end_headers()
+        try:
+            while not done.wait(0.02):
+                self.wfile.write(b"vllm:num_requests_running 1\n")
+        except OSError:
+            pass
+
+    done = threading.Event()
+    replica.RequestHandlerClass.do_GET = drip
+    found = scrape_all([url_of(replica)], timeout_s=0.3)
+    done.set()
+    assert found == {url_of(replica): "TimeoutError: timed out"}
+
+
+def test_the_endpoint_listens_on_the_next_version_of_the_protocol_too():
+    import socket
+    import urllib.request
+
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with Endpoint("[::1]:0", lambda: b"x 1\n") as endpoint:
+        url = f"http://[::1]:{endpoint.port}/metrics"
+        assert urllib.request.urlopen(url, timeout=10).read() == b"x 1\n"
