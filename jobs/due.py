@@ -37,7 +37,7 @@ def begin(config: Config, run_id: str, *, seconds: float, with_process: bool = F
     """The answer and, where it is yes, the run on record with the lease for so many seconds.
 
     ``with_process``: the lease ends with this process. ``now``: begin although nothing asks for it. A run that has
-    begun already and came to no verdict is due, so that a task which is tried again goes on with it.
+    begun already and is not through is due, so that a task which is tried again goes on with it.
 
     Raises: StageError when it is another run's turn.
     """

@@ -79,15 +79,16 @@ def run(config: Config, *, only_list: bool = False) -> Retired:
     target = fingerprint_id(present)
     with nullcontext() if only_list else lease.turn(config.root):
         names, versions = _names(config.root, target), _versions(config, target)
+        # Until a new champion is there, whatever was interrupted was begun with the old one.
+        interrupted = _interrupted(config.root) if "champion" in names else []
         caches = _caches(config.root, target)
-        if "champion" in names:  # until a new one is there, whatever was interrupted was begun with this one
-            caches += _interrupted(config.root)
-        removed = [folder.name for folder in caches]
-        if not only_list:
+        removed = [folder.name for folder in (*interrupted, *caches)]
+        if not only_list:  # in an order in which a call that is killed leaves what tells the next one
+            removed = _removed(interrupted, target)
             _retire_versions(config, versions, target)
-            removed = [folder.name for folder in caches if _remove(folder, f"of another target than {target}")]
             stages.forget_current(config.root, names)
-    in_use = tuple(folder.name for folder in caches if folder.name not in removed)
+            removed += _removed(caches, target)
+    in_use = tuple(folder.name for folder in (*interrupted, *caches) if folder.name not in removed)
     told = tuple(one.number if model == config.model_name else f"{model} {one.number}" for model, one in versions)
     return Retired(target, told, tuple(removed), in_use, tuple(names))
 
@@ -111,6 +112,10 @@ def _interrupted(root: Path) -> list[Path]:
     caches = [path for path in (Path(root) / HiddenStateCache.kind).glob("*") if not (path / MANIFEST).exists()]
     found = [*caches, *(Path(root) / QUEUE).glob("*")]
     return sorted(path for path in found if path.is_dir() and path.name[0] != ".")
+
+
+def _removed(folders: list[Path], target: str) -> list[str]:
+    return [folder.name for folder in folders if _remove(folder, f"of another target than {target}")]
 
 
 def _remove(folder: Path, why: str) -> bool:

@@ -132,11 +132,17 @@ def _reasons(
             reasons.append("first: no retraining came to a verdict yet")
         return reasons
     age = now - datetime.fromtimestamp(answered.began, UTC)
-    if settings.every_days is not None and age >= timedelta(days=settings.every_days):
+    if settings.every_days is not None and age >= _period(settings.every_days):
         reasons.append(f"time: {age / timedelta(days=1):.1f} days since the last (retrain.every_days)")
     if enough is not None and requests is not None and requests >= enough:
         reasons.append(f"volume: about {requests} new requests (retrain.min_new_requests = {enough})")
     return reasons
+
+
+def _period(days: float) -> timedelta:
+    """Less a little: a nightly scheduler asks at the same time, and the run of the night before began after that."""
+    period = timedelta(days=days)
+    return period - min(timedelta(hours=1), 0.05 * period)
 
 
 def _waits(

@@ -51,7 +51,7 @@ def on_record(root: Path) -> list[Retraining]:
 def begin(
     root: Path, run: str, *, now: float, reasons: Sequence[str], alarms: Sequence[str], sources: Mapping[str, int]
 ) -> Retraining:
-    """A new run on record; the one of this name goes on where it came to no verdict. The caller holds the lease."""
+    """A new run on record; the one of this name goes on where it is not through. The caller holds the lease."""
     earlier = on_record(root)
     if (found := goes_on(earlier, run)) is not None:
         return found if found.ended is None else _write(root, found.model_copy(update={"ended": None, "outcome": None}))
@@ -68,9 +68,10 @@ def begin(
 
 
 def goes_on(records: Sequence[Retraining], run: str) -> Retraining | None:
-    """The run of this name, where it began and came to no verdict yet: a scheduler may try a stage of it again."""
+    """The run of this name, where it began and is not through: a scheduler may try a stage of it again, such as the
+    deploy of what was approved."""
     found = _of(records, run)
-    return None if found is None or found.is_answered else found
+    return None if found is None or found.outcome in ("deployed", "not_promoted") else found
 
 
 def end(root: Path, run: str, *, now: float, failed: bool = False) -> Retraining | None:

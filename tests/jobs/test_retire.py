@@ -78,6 +78,29 @@ def test_one_bit_of_the_weights_retires_every_version_and_cache_and_keeps_the_pr
     assert retire.run(config).lines()[1:] == ["everything here was made for it"]
 
 
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("step", ["_retire_versions", "_remove", "stages.forget_current"])
+def test_killed_at_any_step_the_same_call_goes_on(config, monkeypatch, step, after):
+    (config.root / "queue" / "q").mkdir(parents=True)
+    new_revision(config)
+    module = retire.stages if step.startswith("stages.") else retire
+    works = getattr(module, step.removeprefix("stages."))
+
+    def killed(*arguments, **more):
+        if after:
+            works(*arguments, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, step.removeprefix("stages."), killed)
+        with pytest.raises(KeyboardInterrupt):
+            retire.run(config)
+    retire.run(config)
+    assert registry_of(config).state(config.model_name, "1") == RETIRED
+    assert set(current_names(config.root)) == {"prompts"}
+    assert not (config.root / "states" / "s").exists() and not (config.root / "queue" / "q").exists()
+
+
 def test_a_cache_that_is_read_stays_until_the_next_call_and_is_named(config):
     from pipeline.stages import hold_for_reading
 

@@ -257,6 +257,19 @@ def test_a_run_that_ended_without_a_verdict_goes_on_under_its_name_and_one_with_
     assert site.retrain("dag-1", START + 2 * DAY, verdict=None).number == 2
 
 
+def test_a_run_whose_challenger_was_approved_and_not_deployed_goes_on_under_its_name(site):
+    assert site.retrain("dag-1", START, verdict="promote").outcome == "approved"
+    assert retrainings.goes_on(retrainings.on_record(site.root), "dag-1").number == 1
+    assert retrainings.goes_on(retrainings.on_record(site.root), "dag-2") is None
+
+
+def test_a_nightly_scheduler_that_asks_for_a_daily_run_gets_one_every_night(site):
+    site.retrain("one", START)  # begun some minutes after it was asked for
+    site.serve(1)
+    assert due.run(site.config(every_days=1), now=START + DAY - HOUR / 10).due
+    assert not due.run(site.config(every_days=1), now=START + DAY - 2 * HOUR).due
+
+
 def test_of_a_log_that_groups_share_the_requests_of_its_own_tenants_count(site):
     retrainings.begin(site.root, "one", now=0, reasons=["x"], alarms=[], sources={"a.jsonl": 1000})
     prompts = PromptSet(derivation_id="p", parents={}, counts={"records": 100}, rejects={"other_tenant": 75})
