@@ -116,7 +116,7 @@ class ControlEndpoint:
         verify = scope.get("query_string", b"") == b"verify=1"
         status = await self._replica_of(scope["app"].state).status(verify=verify)
         tap = getattr(scope["app"].state, "slipstream_tap_counts", None)
-        return {**status, "tap": dict(tap) if tap is not None else None}
+        return {**status, "swapping": self.one_swap.locked(), "tap": dict(tap) if tap is not None else None}
 
     async def _swap(self, state: Any, order: SwapOrder, peer: str) -> dict[str, Any]:
         started, outcome = time.perf_counter(), {"outcome": "failed", "http_status": 500}

@@ -29,5 +29,13 @@ class DeployError(ServingError):
     """A replica did not take a drafter; the message says what serves now."""
 
 
+class NoAnswerError(DeployError):
+    """A replica could not be reached, or what came is no answer of ours: it may have done what it was asked to."""
+
+
+class LookAgainError(DeployError):
+    """A replica was not as the caller had seen it, so nothing was changed: no word on the drafter."""
+
+
 class LoadError(ServingError):
     """The load generator failed, or requests of its load did."""
