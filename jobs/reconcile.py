@@ -60,7 +60,7 @@ def _refused_lately(config: Config, version: str, others: Mapping[str, Seen]) ->
         if release.version != version:
             continue
         for one in release.replicas:
-            if one["name"] in others and one["changes"] and one["state"] != "serving":
+            if one["name"] in others and one["state"] in ("failed", "changing"):
                 found.setdefault(one["name"], one["why"])
     return found
 

@@ -98,6 +98,25 @@ def test_a_replica_that_refused_the_champion_is_asked_again_after_a_while_and_no
     assert [replica.version for replica in replicas] == ["2", "2"]
 
 
+def test_a_replica_that_goes_down_with_the_champion_is_not_brought_down_at_every_look(fleet):  # noqa: F811
+    config, registry, replicas = fleet
+    deploy.run(config)
+    comes_up(replicas[1], registry, config, "1")
+    real = replicas[1].answer
+
+    def answer(path, headers, body):
+        if path == "/slipstream/swap":
+            replicas[1].script.status_code = 503
+            return 503, {"status": "failed", "reason": "the engine is gone"}
+        return real(path, headers, body)
+
+    replicas[1].answer = answer
+    with pytest.raises(SwapError, match="the engine is gone"):
+        reconcile(config)
+    replicas[1].script.status_code = 200  # its supervisor has started it again
+    assert reconcile(config) is None
+
+
 def test_an_aborted_reconciliation_leaves_each_replica_as_it_came_up(fleet):  # noqa: F811
     config, registry, replicas = fleet
     deploy.run(config)

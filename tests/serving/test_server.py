@@ -173,18 +173,18 @@ class Written:
     """A ledger in memory."""
 
     def __init__(self):
-        self.phases = []
+        self.saved = []
 
     def save(self, rollout):
         json.dumps(rollout.as_dict())
-        self.phases.append(rollout.phase)
+        self.saved.append(rollout)
 
     def orders(self):
         return Orders()
 
 
 def rolled_out(fleet, urls, version, base, **policy):
-    """The end of a rollout over these replicas, as `slipstream deploy` drives it, and its phases."""
+    """The end of a rollout over these replicas, as `slipstream deploy` drives it, and all its states."""
     target, old = (
         Drafter(one, str(fleet.folders[one]), sha256_file(fleet.folders[one] / "model.safetensors"))
         for one in (version, base)
@@ -193,15 +193,20 @@ def rolled_out(fleet, urls, version, base, **policy):
     way = ByEndpoint(TOKEN, probe, timeout_s=120)
     replicas = Fleet(static(urls), TOKEN, probe, in_place=way, restart=way)
     policy = Policy(tick_s=0.05, dead_after_s=0.5, **policy)
-    return Controller(replicas, ledger, policy=policy, name=lambda: None).run(Rollout(target, old)), ledger.phases
+    return Controller(replicas, ledger, policy=policy, name=lambda: None).run(Rollout(target, old)), ledger.saved
 
 
 def test_a_rollout_that_loses_a_replica_puts_the_others_back(fleet):
     nobody = f"http://127.0.0.1:{free_port()}"
-    ended, phases = rolled_out(fleet, [fleet.url, nobody], "2", "1", max_unavailable=2)
+    ended, saved = rolled_out(fleet, [fleet.url, nobody], "2", "1", max_unavailable=2)
     assert (ended.phase, "not reachable" in ended.why) == ("stopped", True)
     assert [one.state for one in ended.replicas] == ["serving", "waiting"]
-    assert "waves" in phases and status(fleet.url, TOKEN)["version"] == "1"
+    there_and_back = [
+        state.goal(state.replicas[0]).version
+        for state in saved
+        if state.replicas and state.replicas[0].state == "changing"
+    ]
+    assert there_and_back == ["2", "1"] and status(fleet.url, TOKEN)["version"] == "1"
 
 
 def test_a_rollout_swaps_the_engine_and_tells_what_it_cost(fleet):
