@@ -96,6 +96,13 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="one look: JSON, and exit status 3 while an alarm fires")
     about = "say that these alarms (ids, or all) are being seen to: they fire no more"
     parser.add_argument("--take", action="append", default=[], metavar="ALARM", help=about)
+    about = "also see to it that replicas which come up later get the champion, and end a deploy whose process died"
+    parser.add_argument("--reconcile", action="store_true", help=about)
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "while a deploy is under way: what every replica serves, again whenever it changes"
+    parser.add_argument("--follow", action="store_true", help=about)
 
 
 def _path(text: str) -> Any:
@@ -218,8 +225,11 @@ COMMANDS: dict[str, Command] = {
         "jobs.deploy",
         "swap the approved version, or the one named, into every replica; or put the old one back",
         "slipstream deploy 2",
-        more="Canary replica first, then waves of deploy.max_unavailable. Where its process was killed, the same\n"
-        "command goes on. --pause, --resume and --abort reach a deploy that runs elsewhere.",
+        more="Canary replica first, with a soak judged by live counters, then waves of deploy.max_unavailable; a line\n"
+        "for every replica and phase. Any failure puts every replica back. Where its process was killed, the same\n"
+        "command goes on, and so does `slipstream watch --reconcile`. --pause, --resume and --abort reach a deploy\n"
+        "that runs elsewhere. Exit status 0: the version serves on every replica, or an abort put them back. 1: it\n"
+        "doesn't, and the last line says what does. 3: --reconcile had nothing to do while a deploy is under way.",
         needs_ray=False,
         add_arguments=_deploy_arguments,
     ),
@@ -227,6 +237,8 @@ COMMANDS: dict[str, Command] = {
         "jobs.deploy",
         "serve the champion before the present one again",
         "slipstream rollback",
+        more="On every replica, as a deploy does it, with the same limits and lines; again: the one before that. It\n"
+        "waits for no cluster and no run. A deploy that is under way is aborted instead: slipstream deploy --abort.",
         needs_ray=False,
         add_arguments=_rollback_arguments,
     ),
@@ -266,7 +278,8 @@ COMMANDS: dict[str, Command] = {
         "slipstream watch --once",
         more="Reads the tap's records (watch.sources, else collect.sources) and the counters of serving.replicas.\n"
         "alarms.json, metrics.prom and report.html lie in watch/ under the root. With --once it ends with status 0\n"
-        'where nothing fires, and 3 where something does; "retrain" in the JSON says whether training is the answer.',
+        'where nothing fires, and 3 where something does; "retrain" in the JSON says whether training is the answer.\n'
+        "With --reconcile it needs the control token, as deploy does.",
         needs_ray=False,
         add_arguments=_watch_arguments,
     ),
@@ -280,8 +293,11 @@ COMMANDS: dict[str, Command] = {
     "status": Command(
         "jobs.status",
         "what is complete under the run root, which versions carry which alias, and what every replica serves",
-        "slipstream status",
+        "slipstream status --follow",
+        more="A line a replica: the version that serves, since when, its acceptance length since then, and what is\n"
+        "wrong. Where a deploy is under way: its phase, how far it is, who is in charge, and what was asked of it.",
         needs_ray=False,
+        add_arguments=_status_arguments,
     ),
 }
 

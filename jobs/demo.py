@@ -235,7 +235,6 @@ def _deploy_under_load(config: Config, server: VllmServer, version: str) -> dict
             releases.append(move())
             logger.info("demo: version %s serves (%s)", releases[-1].version, releases[-1].reason)
             driver.wait_for(len(driver.replies) + len(requests))
-    deploy.remember_champion(config, releases[-1])
     first: dict[int, list[int]] = {}
     changed = 0
     for reply in driver.replies:

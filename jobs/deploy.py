@@ -9,26 +9,22 @@ python jobs/deploy.py --config slipstream.toml --pause      also --resume, --abo
 
 import argparse
 import logging
-import os
-import shutil
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from jobs import replicas
-from jobs.in_charge import in_charge, who_is_in_charge
+from jobs.in_charge import InChargeError, in_charge
 from jobs.ledger import give_order, unfinished
-from jobs.registry import PASSED, WHY, Registry
-from jobs.rollout import RECONCILE, begin, drafter_of, go_on
+from jobs.reconcile import reconcile
+from jobs.registry import Registry
+from jobs.rollout import RECONCILE, begin, go_on, make_way
 from jobs.session import job_main
 from pipeline import lease
-from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, find
+from pipeline.artifacts import Release
 from pipeline.config import Config
-from pipeline.errors import ConfigError, StageError
-from pipeline.stages import open_artifact, set_current
-from serving.fleet.replicas import look_at_all
+from pipeline.errors import ConfigError, Declined, StageError
 
 logger = logging.getLogger("slipstream")
 
@@ -36,22 +32,24 @@ logger = logging.getLogger("slipstream")
 def run(config: Config, version: str | None = None) -> Release:
     """The release of a version (None: the approved one) on every replica, canary replica first.
 
-    A deploy that was interrupted is gone on with first. Replicas that serve the version already are left alone.
+    A deploy that was interrupted is gone on with first. Replicas that serve the version already are left alone. At the
+    end the drafter is the ``champion`` that the next round trains from.
 
     Raises: StageError when there is no version that may be deployed, or another process is in charge; SwapError when a
     replica did not take it, or the canary replica's soak failed: the fleet serves then what it served before, and
     ``champion`` stays.
     """
-    with in_charge(config.root, "deploy") as term:
-        if (begun := unfinished(config.root)) is not None:
+    with in_charge(config.root, "deploy", wait_s=_patience_s(config)) as term:
+        if (begun := unfinished(config.root)) is not None and begun.reason == RECONCILE:
+            make_way(config, term, begun, "deploy")
+        elif begun is not None:
             if version not in (None, begun.version):
                 raise StageError(_under_way(begun, f"version {version} can be deployed after that"))
             release = go_on(config, term, begun)
-            if version is not None or release.reason != "deploy":
+            if version is not None or release.reason == "rollback":
                 return release
         registry = Registry(config.promote.tracking_uri, config.root)
         version = _approved(registry, config.model_name) if version is None else version
-        _require_passed(registry, config.model_name, version)
         return begin(config, registry, term, version, reason="deploy")
 
 
@@ -60,8 +58,10 @@ def rollback(config: Config) -> Release:
 
     Raises: StageError when there was none, or a deploy is under way: that one is aborted instead.
     """
-    with in_charge(config.root, "rollback") as term:
-        if (begun := unfinished(config.root)) is not None:
+    with in_charge(config.root, "rollback", wait_s=_patience_s(config)) as term:
+        if (begun := unfinished(config.root)) is not None and begun.reason == RECONCILE:
+            make_way(config, term, begun, "rollback")
+        elif begun is not None:
             if begun.reason == "rollback":
                 return go_on(config, term, begun)
             raise StageError(_under_way(begun, f"`slipstream deploy --abort` serves version {begun.previous} again"))
@@ -72,28 +72,7 @@ def rollback(config: Config) -> Release:
                 f"{model}: no earlier champion to go back to (champions so far: {', '.join(champions) or 'none'}); "
                 "`slipstream deploy N` serves a version by its number"
             )
-        _require_passed(registry, model, champions[-2])
         return begin(config, registry, term, champions[-2], reason="rollback")
-
-
-def reconcile(config: Config) -> Release | None:
-    """The release by which replicas that came up with something else got the champion; None where none had.
-
-    A deploy that was interrupted is gone on with instead. Raises: StageError when there is no champion, or another
-    process is in charge; SwapError naming the replicas that are down or did not take it.
-    """
-    with in_charge(config.root, RECONCILE) as term:
-        if (begun := unfinished(config.root)) is not None:
-            return go_on(config, term, begun)
-        registry, model = Registry(config.promote.tracking_uri, config.root), config.model_name
-        champion = registry.settled(model, "champion")
-        if champion is None:
-            raise StageError(f"{model}: no champion yet, so there is nothing that replicas should serve")
-        served = drafter_of(registry, model, champion)
-        seen = look_at_all(replicas.listed(config), replicas.token(config))
-        if all(served.same_as(one.drafter) for one in seen.values()):
-            return None
-        return begin(config, registry, term, champion, reason=RECONCILE)
 
 
 def pause(config: Config) -> Release:
@@ -116,25 +95,18 @@ def abort(config: Config) -> Release:
 
 
 def _take_over(config: Config, begun: Release) -> Release:
-    if (owner := who_is_in_charge(config.root)) is not None:
-        logger.info("%s; it was asked", owner)
+    try:
+        with in_charge(config.root, "deploy") as term:
+            now = unfinished(config.root)
+            return begun if now is None else go_on(config, term, now, aborted_is_well=True)
+    except InChargeError as error:  # alive, so it finds the order by itself
+        logger.info("%s", error)
         return begun
-    with in_charge(config.root, "deploy") as term:
-        now = unfinished(config.root)
-        return begun if now is None else go_on(config, term, now, aborted_is_well=True)
 
 
-def remember_champion(config: Config, release: Release) -> None:
-    """Make the released drafter the ``champion`` that the next round trains from."""
-    derivation = release.parents["drafter"]
-    folder = artifact_dir(config.root, DrafterCheckpoint, derivation)
-    if find(folder, DrafterCheckpoint) is None:  # trained under another root: take the verified copy
-        copy = folder.with_name(f".{derivation}.{os.getpid()}.tmp")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(config.root / "versions" / config.model_name / release.version, copy)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(copy, folder)
-    set_current(config.root, "champion", open_artifact(config.root, DrafterCheckpoint, derivation))
+def _patience_s(config: Config) -> float:
+    """How long a reconciliation is waited for, which ends by itself; whoever can't wait aborts it."""
+    return config.deploy.change_timeout_s + 2 * config.deploy.dead_after_s
 
 
 def _approved(registry: Registry, model: str) -> str:
@@ -161,19 +133,6 @@ def _champions(registry: Registry, model: str) -> list[str]:
     return stack
 
 
-def _require_passed(registry: Registry, model: str, version: str) -> None:
-    """Raises: StageError for a version that was not let through, or whose last verdict withdrew it."""
-    passed = {move.version for move in registry.history(model) if move.alias in ("approved", "champion")}
-    if version not in passed:
-        raise StageError(
-            f"{model}: version {version} never was approved or champion, so the gate did not let it through "
-            f"(these may be deployed: {', '.join(sorted(passed, key=int)) or 'none'})"
-        )
-    if (state := registry.state(model, version)) != PASSED:
-        why = registry.tags(model, version).get(WHY)
-        raise StageError(f"{model}: version {version} is {state} now ({why}); measure it again, then promote it")
-
-
 def _under_way(begun: Release, then: str) -> str:
     return (
         f"release {begun.derivation_id} ({begun.reason} of version {begun.version}) is not finished: `slipstream "
@@ -193,9 +152,12 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
             print(f"release {release.derivation_id}: asked to {asked[0]}; `slipstream status` shows how far it is")
             return
     elif asked == ["reconcile"]:
-        release = reconcile(config)
+        try:
+            release = reconcile(config)
+        except InChargeError as error:
+            raise Declined(str(error))  # it brings what it deploys to every replica
         if release is None:
-            print("every replica serves the champion")
+            print("nothing to change: every replica that answers serves the champion, or refused it a while ago")
             return
     elif asked:
         release = rollback(config)
@@ -203,9 +165,9 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         with lease.kept(config.root, seconds=60 * config.retrain.lease_minutes):
             release = run(config, arguments.version)
     if release.phase != "converged":
-        print(f"release {release.derivation_id} was put back, version {release.previous} serves: {release.why}")
+        serves = f"version {release.previous} serves" if release.base else "each replica serves what it served before"
+        print(f"release {release.derivation_id} was put back, {serves}: {release.why}")
         return
-    remember_champion(config, release)
     serving = sum(one["state"] == "serving" for one in release.replicas)
     print(f"version {release.version} serves on {serving} replica(s), champion (was {release.previous})")
 

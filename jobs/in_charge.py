@@ -3,13 +3,14 @@
 Each term is a numbered file under the run root, made by a hard link, which only one of two can win. Its owner keeps a
 counter in it going. A term is over when its process said so, is gone (on the machine where that can be seen), or left
 its counter as it is for a while. An owner who was taken for dead finds a newer term before it writes again.
+
+Whose turn it is to retrain is another question, with another answer (pipeline/lease.py says why there are two).
 """
 
 import contextlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -23,12 +24,17 @@ from typing import Any
 from jobs.registry.alias_log import actor
 from pipeline.artifacts import write_durably
 from pipeline.errors import StageError
+from pipeline.processes import began, here
 
 logger = logging.getLogger("slipstream")
 
 PERIOD_S = 1.0
 SILENT_S = 15.0
 """On another machine: a counter that stands for so long belongs to a dead process."""
+
+
+class InChargeError(StageError):
+    """Another process is in charge."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +54,19 @@ class Term:
 
 
 @contextmanager
-def in_charge(root: Path, what: str) -> Iterator[Term]:
+def in_charge(root: Path, what: str, *, gives_way: bool = False, wait_s: float = 0.0) -> Iterator[Term]:
     """This process's term, for as long as the block runs.
 
-    Raises: StageError naming who is in charge.
+    A term that ``gives_way`` is waited for by others, for ``wait_s`` at most. Raises: InChargeError naming who is in
+    charge.
     """
     folder = Path(root) / "in_charge"
     folder.mkdir(parents=True, exist_ok=True)
-    newest = _newest(folder)
-    if newest and (owner := _owner(_path(folder, newest))) and _is_alive(_path(folder, newest), owner):
-        raise StageError(_refusal(owner))
+    newest = _newest_that_is_over(folder, wait_s)
     term = Term(_path(folder, newest + 1), newest + 1)
-    body = {"what": what, "actor": actor(), "host": _here(), "pid": os.getpid(), "began": _began(os.getpid())}
+    body = {"what": what, "actor": actor(), "host": here(), "pid": os.getpid(), "began": began(os.getpid())}
     body |= {"at": datetime.now(UTC).isoformat(timespec="seconds"), "beats": 0, "over": False}
+    body["gives_way"] = gives_way
     _make(term.path, body)
     for path in folder.glob("*.json"):
         if path.stem.isdigit() and int(path.stem) < newest:
@@ -79,12 +85,38 @@ def in_charge(root: Path, what: str) -> Iterator[Term]:
 
 def who_is_in_charge(root: Path) -> str | None:
     """Who has a term under a root, in words; None where nobody has said so, or died on this machine."""
+    owner = _present(Path(root) / "in_charge")
+    return None if owner is None else _told(owner)
+
+
+def sign_of_life(root: Path) -> tuple[int, int] | None:
+    """What differs from look to look, some seconds apart, while who is in charge is alive; None where nobody is."""
     folder = Path(root) / "in_charge"
+    owner = _present(folder)
+    return None if owner is None else (_newest(folder), owner["beats"])
+
+
+def _present(folder: Path) -> dict[str, Any] | None:
+    """The newest term, unless it is over, or its process gone from this machine."""
     newest = _newest(folder)
     owner = _owner(_path(folder, newest)) if newest else None
-    if owner is None or owner["over"] or _is_gone(owner):
-        return None
-    return _told(owner)
+    return None if owner is None or owner["over"] or _is_gone(owner) else owner
+
+
+def _newest_that_is_over(folder: Path, wait_s: float) -> int:
+    """The number of the last term, 0 before the first. Raises: InChargeError while it goes on."""
+    deadline, told = time.monotonic() + wait_s, False
+    while True:
+        newest = _newest(folder)
+        owner = _owner(_path(folder, newest)) if newest else None
+        if owner is None or not _is_alive(_path(folder, newest), owner):
+            return newest
+        if not owner["gives_way"] or time.monotonic() >= deadline:
+            raise InChargeError(_refusal(owner))
+        if not told:
+            logger.info("deploy: %s; waiting until it has ended", _told(owner))
+        told = True
+        time.sleep(PERIOD_S / 4)
 
 
 def _beat(term: Term, body: dict[str, Any], stopped: threading.Event) -> None:
@@ -100,7 +132,7 @@ def _beat(term: Term, body: dict[str, Any], stopped: threading.Event) -> None:
 def _is_alive(path: Path, owner: dict[str, Any]) -> bool:
     if owner["over"] or _is_gone(owner):
         return False
-    if owner["host"] == _here():
+    if owner["host"] == here():
         return True
     logger.info("deploy: %s; waiting %.0f s for a sign of life", _told(owner), SILENT_S)
     deadline = time.monotonic() + SILENT_S
@@ -117,7 +149,7 @@ def _is_alive(path: Path, owner: dict[str, Any]) -> bool:
 
 def _is_gone(owner: dict[str, Any]) -> bool:
     """Whether it is known to have ended: its machine is this one, and it is not there."""
-    return owner["host"] == _here() and _began(owner["pid"]) != owner["began"]
+    return owner["host"] == here() and began(owner["pid"]) != owner["began"]
 
 
 def _refusal(owner: dict[str, Any]) -> str:
@@ -149,7 +181,7 @@ def _make(path: Path, body: dict[str, Any]) -> None:
         os.link(temporary, path)
     except FileExistsError:
         owner = _owner(path)
-        raise StageError(_refusal(owner) if owner else f"{path}: taken in this moment; run the command again")
+        raise InChargeError(_refusal(owner) if owner else f"{path}: taken in this moment; run the command again")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -172,23 +204,3 @@ def _owner(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         raise StageError(f"{path}: not readable; remove it if no deploy is running")
-
-
-def _here() -> str:
-    """This machine, and the space that its process ids are told apart in: a container has its own."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _began(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine did; None where there is no such process, or a dead one.
-
-    Source: proc_pid_stat(5), fields 3 and 22.
-    """
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if told[0] in "ZX" else int(told[19])

@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +38,8 @@ class Ledger:
         """Write the manifest. Raises: StageError when another process has taken over."""
         self.term.require()
         ended = _now() if rollout.has_ended else None
-        self.release = Release.model_validate({**self.release.model_dump(), **rollout.as_dict(), "ended": ended})
+        state = json.loads(json.dumps(rollout.as_dict()))  # what is had here is what is read there
+        self.release = Release.model_validate({**self.release.model_dump(), **state, "ended": ended})
         commit(self.folder, self.release)
 
     def orders(self) -> Orders:
@@ -52,7 +54,13 @@ class Ledger:
 
 def releases(root: Path) -> list[Release]:
     """All releases under a root, oldest first."""
-    return [load(folder, Release) for folder in _folders(root)]
+    return list(newest_first(root))[::-1]
+
+
+def newest_first(root: Path) -> Iterator[Release]:
+    """The releases under a root, each read when it is asked for."""
+    for folder in reversed(_folders(root)):
+        yield load(folder, Release)
 
 
 def last_release(root: Path) -> Release | None:

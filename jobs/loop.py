@@ -105,9 +105,7 @@ def _run(config: Config) -> Release | None:
     if not replicas.are_named(config):
         logger.info("loop: version %s is approved; set serving.replicas to deploy it", version)
         return None
-    release = deploy.run(config)
-    deploy.remember_champion(config, release)
-    return release
+    return deploy.run(config)
 
 
 def _gather(

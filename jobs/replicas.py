@@ -1,27 +1,30 @@
 """The fleet that the configuration names: where its replicas are, how they are changed, what they serve."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.ledger import orders, releases, unfinished
+from jobs.ledger import newest_first, orders, unfinished
 from pipeline.artifacts import Release, artifact_dir
 from pipeline.config import Config
 from pipeline.errors import ConfigError, SwapError
 from serving.errors import DeployError
 from serving.fleet.change import ByCommand, ByEndpoint
 from serving.fleet.controller import Fleet
-from serving.fleet.counters import Counts, counts_of
+from serving.fleet.counters import acceptance_length, counters_of
+from serving.fleet.counters import since as counted_since
 from serving.fleet.kubernetes import KubernetesService
 from serving.fleet.replicas import Address, Discover, Seen, look_at_all, static
 from serving.fleet.rollout import Policy
-from serving.fleet.sample import counts_or_none
+from serving.fleet.sample import counters_or_none
 from serving.fleet.soak import SoakPolicy
+from serving.monitor.counters import Counters
 
-ANY = 1 << 30
-"""As many replicas as there may be."""
 _STATUS_TIMEOUT_S = 5.0
+_NEVER_SWAPPED = ".0"
+"""How an epoch ends for as long as the drafter is the one that the replica started with."""
 
 # Greedy, one at a time, before and after: they prove that the replica drafts and that its answers stay the same.
 PROBE = tuple(
@@ -87,11 +90,12 @@ def fleet(config: Config) -> Fleet:
         restart=by_command if deploy.restart_command else by_endpoint,
         # In half precision near-ties move with the batch shape, between two plain runs too.
         allow_changed_outputs=config.target.dtype != "float32",
+        probe_timeout_s=deploy.change_timeout_s,
     )
 
 
 def policy(config: Config, num_replicas: int, *, reconciles: bool) -> Policy:
-    """How a rollout goes about it. One that reconciles brings back what has proved itself, and gives up on nobody."""
+    """How a rollout goes about it. One that reconciles brings what has proved itself, and goes on whoever is lost."""
     deploy = config.deploy
     soak = SoakPolicy(
         deploy.soak_min_steps,
@@ -104,7 +108,8 @@ def policy(config: Config, num_replicas: int, *, reconciles: bool) -> Policy:
     soaks = deploy.soak_min_steps > 0 and num_replicas > 1 and not reconciles
     return Policy(
         max_unavailable=deploy.max_unavailable,
-        max_failed=ANY if reconciles else deploy.max_failed,
+        max_failed=deploy.max_failed,
+        turns_back=not reconciles,
         attempts=deploy.attempts,
         dead_after_s=deploy.dead_after_s,
         tick_s=deploy.tick_s,
@@ -118,19 +123,13 @@ def table(config: Config) -> list[list[str]]:
     addresses = listed(config)
     seen = look_at_all(addresses, token(config), timeout_s=_STATUS_TIMEOUT_S)
     with ThreadPoolExecutor(min(32, max(1, len(addresses)))) as pool:
-        found = pool.map(lambda one: counts_or_none(one.url) if one.ready else None, addresses)
-        counts = {one.name: counted for one, counted in zip(addresses, found, strict=True)}
-    changed = {
-        (one["name"], one["version"]): one
-        for release in releases(config.root)
-        for one in release.replicas
-        if one["since"]
-    }
+        found = pool.map(lambda one: counters_or_none(one.url) if seen[one.name].is_up else None, addresses)
+        counters = {one.name: counted for one, counted in zip(addresses, found, strict=True)}
+    changed = _last_changes(config, {name: one.drafter.version for name, one in seen.items() if one.drafter})
     rows = [["replica", "version", "since", "acceptance", ""]]
     for address in addresses:
-        one = seen[address.name]
-        record = changed.get((address.name, one.drafter.version)) if one.drafter else None
-        rows.append([address.name, *_served(one, record, counts[address.name]), one.why])
+        name, one = address.name, seen[address.name]
+        rows.append([name, *_served(one, changed.get(name), counters[name]), one.why])
     return rows
 
 
@@ -149,14 +148,32 @@ def under_way(config: Config) -> str | None:
     )
 
 
-def _served(seen: Seen, changed: dict[str, Any] | None, counts: Counts | None) -> list[str]:
-    """Version, since when, and acceptance length: since the change that brought it, or else since the process began."""
+def _last_changes(config: Config, serving: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Replica → the newest record of a change that brought it the version that it serves."""
+    found: dict[str, dict[str, Any]] = {}
+    for release in newest_first(config.root):
+        for one in release.replicas:
+            if one["since"] and serving.get(one["name"]) == one["version"]:
+                found.setdefault(one["name"], one)
+        if len(found) == len(serving):
+            break
+    return found
+
+
+def _served(seen: Seen, changed: Mapping[str, Any] | None, counters: Counters | None) -> list[str]:
+    """Version, since when, and the acceptance length since then; - where that cannot be told from what was before."""
     if seen.drafter is None:
         return ["-", "-", "-"]
-    grown = counts.since(counts_of(changed["counts"])) if counts and changed else None
-    since = changed["since"] if changed and (grown or counts is None) else None
-    if since is None and counts is not None and counts.started_s:
-        since = datetime.fromtimestamp(counts.started_s, UTC).isoformat(timespec="seconds")
-    length = (grown or counts).acceptance_length if counts else None
-    told = (seen.status or {}).get("since") or since or "-"  # the replica's own word comes first
-    return [seen.drafter.version, str(told), "-" if length is None else f"{length:.2f}"]
+    own = (seen.status or {}).get("since")  # the replica's own word comes first
+    started = counters.started if counters else None
+    counted = counted_since(counters_of(changed["counts"]), counters) if counters and changed else None
+    if counted is None and counters is not None and (seen.epoch or "").endswith(_NEVER_SWAPPED):
+        counted = counters  # all that it has counted
+    told = changed["since"] if changed and (counted or not counters) else None
+    since = _iso(own) if isinstance(own, int | float) else told or (_iso(started) if started else "-")
+    length = acceptance_length(counted) if counted else None
+    return [seen.drafter.version, since, "-" if length is None else f"{length:.2f}"]
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")

@@ -1,38 +1,44 @@
 """One rollout: begun or gone on with, driven to its end, and what is told of it."""
 
 import logging
+import os
+import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from jobs import preflight, replicas
 from jobs.attachments import manifests_in
 from jobs.in_charge import Term
 from jobs.ledger import Ledger, last_release, next_id
-from jobs.registry import Registry
-from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, Release, load, sha256_file
+from jobs.registry import PASSED, WHY, Registry
+from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, Release, artifact_dir, find, load, sha256_file
 from pipeline.config import Config
 from pipeline.errors import SchemaError, StageError, SwapError
+from pipeline.stages import open_artifact, set_current
 from serving.fleet.controller import Controller, NamingError
 from serving.fleet.replicas import Drafter, Seen, look_at_all
-from serving.fleet.rollout import Rollout
+from serving.fleet.rollout import FORWARD, Rollout
 
 logger = logging.getLogger("slipstream")
 
 RECONCILE = "reconcile"
-ANY = replicas.ANY
 
 
 def begin(config: Config, registry: Registry, term: Term, version: str, *, reason: str) -> Release:
     """The release of a version, driven to its end; the last one, where nothing is to be done.
 
-    Raises: SwapError when the fleet was put back, or before anything was changed; StageError when another process has
-    taken over.
+    Raises: SwapError when the fleet was put back, or before anything was changed; StageError for a version that did not
+    pass the gate, and when another process has taken over; ConfigError or FingerprintError for one that cannot serve
+    this target.
     """
     model = config.model_name
+    require_passed(registry, model, version)
     folder = registry.download(model, version)
     target = Drafter(version, str(folder), preflight.check(config, folder).sha256)
     previous = registry.settled(model, "champion")
-    seen = _first_look(config, max_down=ANY if reason == RECONCILE else config.deploy.max_failed)
+    seen = _first_look(config, max_down=None if reason == RECONCILE else config.deploy.max_failed)
     if (last := _last_if_done(config, target, previous, seen.values())) is not None:
         return last
     release = Release(
@@ -45,18 +51,61 @@ def begin(config: Config, registry: Registry, term: Term, version: str, *, reaso
         phase="canary",
         target=target.as_dict(),
     )
-    rollout = Rollout(target, _base(registry, model, previous), promise=_promise(registry, model, version))
+    # Who aborts a reconciliation wants each replica to serve what it came up with.
+    base = None if reason == RECONCILE else _base(registry, model, previous)
+    rollout = Rollout(target, base, promise=_promise(registry, model, version))
     return _drive(config, Ledger(config.root, release, term), rollout)
 
 
 def go_on(config: Config, term: Term, begun: Release, *, aborted_is_well: bool = False) -> Release:
     """A release that its controller left unfinished, driven to its end. ``aborted_is_well``: also to an aborted one.
 
-    Raises: as ``begin``.
+    Meanwhile its version may have been withdrawn: then the fleet goes back. Raises: as ``begin``.
     """
     logger.info("deploy: going on with release %s (%s, %s)", begun.derivation_id, begun.reason, begun.phase)
     ledger = Ledger(config.root, begun, term)
-    return _drive(config, ledger, ledger.rollout, aborted_is_well=aborted_is_well)
+    rollout = ledger.rollout
+    if rollout.phase in FORWARD and not ledger.orders().aborted:
+        try:
+            require_passed(Registry(config.promote.tracking_uri, config.root), config.model_name, begun.version)
+        except StageError as error:
+            logger.warning("deploy: going back: %s", error)
+            rollout = rollout.reverting(str(error))
+        else:
+            preflight.check(config, Path(begun.target["folder"]))
+    return _drive(config, ledger, rollout, aborted_is_well=aborted_is_well)
+
+
+def make_way(config: Config, term: Term, begun: Release, what: str) -> None:
+    """End a reconciliation that its controller left unfinished: what comes now looks at every replica anyway."""
+    ledger = Ledger(config.root, begun, term)
+    ledger.save(replace(ledger.rollout, phase="stopped", why=f"made way for a {what}"))
+
+
+def require_passed(registry: Registry, model: str, version: str) -> None:
+    """Raises: StageError for a version that was not let through, or whose last verdict withdrew it."""
+    passed = {move.version for move in registry.history(model) if move.alias in ("approved", "champion")}
+    if version not in passed:
+        raise StageError(
+            f"{model}: version {version} never was approved or champion, so the gate did not let it through "
+            f"(these may be deployed: {', '.join(sorted(passed, key=int)) or 'none'})"
+        )
+    if (state := registry.state(model, version)) != PASSED:
+        why = registry.tags(model, version).get(WHY)
+        raise StageError(f"{model}: version {version} is {state} now ({why}); measure it again, then promote it")
+
+
+def remember_champion(config: Config, release: Release) -> None:
+    """Make the released drafter the ``champion`` that the next round trains from."""
+    derivation = release.parents["drafter"]
+    folder = artifact_dir(config.root, DrafterCheckpoint, derivation)
+    if find(folder, DrafterCheckpoint) is None:  # trained under another root: take the verified copy
+        copy = folder.with_name(f".{derivation}.{os.getpid()}.tmp")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(config.root / "versions" / config.model_name / release.version, copy)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(copy, folder)
+    set_current(config.root, "champion", open_artifact(config.root, DrafterCheckpoint, derivation))
 
 
 def _drive(config: Config, ledger: Ledger, rollout: Rollout, *, aborted_is_well: bool = False) -> Release:
@@ -69,6 +118,7 @@ def _drive(config: Config, ledger: Ledger, rollout: Rollout, *, aborted_is_well:
             registry.set_alias(config.model_name, "champion", begun.version, **moved)
         except StageError as error:
             raise NamingError(str(error))
+        remember_champion(config, begun)  # in this step, so that whoever goes on does it too
 
     policy = replicas.policy(config, size, reconciles=begun.reason == RECONCILE)
     ended = Controller(replicas.fleet(config), ledger, policy=policy, name=name).run(rollout)
@@ -85,7 +135,7 @@ def _drive(config: Config, ledger: Ledger, rollout: Rollout, *, aborted_is_well:
     return ledger.release
 
 
-def _first_look(config: Config, *, max_down: int) -> dict[str, Seen]:
+def _first_look(config: Config, *, max_down: int | None) -> dict[str, Seen]:
     """What every replica serves. Raises: SwapError when too many don't answer, before anything is changed."""
     addresses = replicas.listed(config)
     seen = look_at_all(addresses, replicas.token(config))
@@ -93,7 +143,7 @@ def _first_look(config: Config, *, max_down: int) -> dict[str, Seen]:
     down = [seen[name].why for name in ready if not seen[name].is_up]
     if any("token" in why for why in down):
         raise SwapError(f"{'; '.join(down)}; is {config.serving.token_env} the replica's token?")
-    if len(down) > max_down:
+    if max_down is not None and len(down) > max_down:
         raise SwapError(
             f"{'; '.join(down)}. {len(down)} of {len(addresses)} replicas don't serve, so nothing was changed; "
             f"deploy.max_failed = {config.deploy.max_failed} says how many may be left out"

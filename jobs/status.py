@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -10,6 +11,7 @@ if __name__ == "__main__":
 from jobs import replicas
 from jobs.history import table
 from jobs.in_charge import who_is_in_charge
+from jobs.ledger import unfinished
 from jobs.registry import UNLEARN_BY, Registry
 from jobs.session import job_main
 from pipeline import artifacts, stages
@@ -91,10 +93,33 @@ def _artifact_lines(config: Config) -> list[str]:
     return lines
 
 
+def follow(config: Config) -> None:
+    """Print the fleet's lines whenever they change, until no deploy is under way."""
+    told: list[str] = []
+    while True:
+        is_last = unfinished(config.root) is None
+        lines = _fleet_lines(config)
+        if lines != told:
+            print("\n".join(lines), end="\n\n", flush=True)
+            told = lines
+        if is_last:
+            return
+        time.sleep(config.deploy.tick_s)
+
+
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Print the status."""
-    print("\n".join(run(config)))
+    print("\n".join(run(config)), flush=True)
+    if arguments.follow and unfinished(config.root) is not None:
+        print()
+        follow(config)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Once, or as long as a deploy is under way."""
+    about = "while a deploy is under way: what every replica serves, again whenever it changes"
+    parser.add_argument("--follow", action="store_true", help=about)
 
 
 if __name__ == "__main__":
-    job_main(__doc__, main, needs_ray=False)
+    job_main(__doc__, main, add_arguments=add_arguments, needs_ray=False)

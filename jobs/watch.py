@@ -2,6 +2,7 @@
 
 python jobs/watch.py --config slipstream.toml          goes on until it is stopped
 python jobs/watch.py --config slipstream.toml --once   one look, for a scheduler: JSON, exit status 3 while alarms fire
+python jobs/watch.py --config slipstream.toml --reconcile   also: replicas that come up later get the champion
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from jobs.reconcile import Reconciler
 from jobs.session import job_main
 from jobs.watch_look import ALARMS, FOLDER, PAGE, TAKEN, Watch, read_taken
 from pipeline.artifacts import write_durably
@@ -79,6 +81,8 @@ def last_look(folder: Path) -> dict[str, Any] | None:
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Take alarms on, or look once, or go on looking."""
+    if arguments.reconcile and arguments.once:
+        raise ConfigError("--reconcile is for a watch that goes on; once, `slipstream deploy --reconcile` does it")
     if arguments.take:
         taken = take(config, arguments.take, now=time.time())
         print(f"taken on: {', '.join(taken) or 'nothing fired'}", file=sys.stderr)
@@ -92,6 +96,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
                 raise
             body = _of_another(config.root / FOLDER)
         else:
+            if arguments.reconcile:
+                stack.enter_context(Reconciler(config))
             if not arguments.once:
                 _go_on(config)
             body = Watch(config).look()
@@ -150,6 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="one look: JSON, and exit status 3 while an alarm fires")
     about = "say that these alarms (ids, or all) are being seen to: they fire no more"
     parser.add_argument("--take", action="append", default=[], metavar="ALARM", help=about)
+    about = "also see to it that replicas which come up later get the champion, and end a deploy whose process died"
+    parser.add_argument("--reconcile", action="store_true", help=about)
 
 
 if __name__ == "__main__":

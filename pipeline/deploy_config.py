@@ -27,9 +27,14 @@ class DeployConfig(Frozen):
     dead_after_s: float = Field(60, gt=0)
     """Nobody waits longer for a replica that is down."""
     tick_s: float = Field(2, gt=0)
-    """Seconds between two looks at the replicas; an order (`--pause`, `--abort`) waits for one at most."""
+    """Seconds between two looks at the replicas; an order (`--pause`, `--abort`) waits for that, or for the change of
+    a replica to end."""
     change_timeout_s: float = Field(600, gt=0)
     """Of one replica's swap or restart."""
+    reconcile_every_s: float = Field(30, gt=0)
+    """How often `slipstream watch --reconcile` looks for replicas that came up with another drafter."""
+    retry_after_s: float = Field(900, ge=0)
+    """A replica that refused the champion is asked again after so long."""
     restart_command: tuple[str, ...] = ()
     """Restarts a replica that cannot be swapped in place: words in which {url}, {version}, {folder} and {sha256} are
     replaced. Empty: the replica's own supervisor does it."""

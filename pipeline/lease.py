@@ -4,6 +4,11 @@ A lease is a small file with the time until which it holds. Who works renews it;
 where a process took it, that process is looked at as well, so that a run which was killed there blocks nobody.
 
 The clocks of the machines that share a root must agree to within a minute.
+
+Who changes the fleet is another question (jobs/in_charge.py): a rollback waits for no retraining, and a run that
+deploys at its end has both. A run may be a scheduler's stages without a process of its own, so only a time can end it;
+nor does it matter much if two overlap, since ``set_current`` refuses the late one. A rollout is one process, must never
+have a second one beside it, whatever the clocks say, and is taken over within seconds.
 """
 
 import fcntl
@@ -21,6 +26,7 @@ from pydantic import ValidationError
 
 from pipeline.artifacts import Frozen, write_durably
 from pipeline.errors import StageError
+from pipeline.processes import began, here
 
 RUN = "SLIPSTREAM_RUN"
 """Environment variable: the run that a command is a stage of."""
@@ -46,7 +52,7 @@ class Lease(Frozen):
     @property
     def is_over(self) -> bool:
         """Whether its time has come, or its process is known to have ended."""
-        gone = self.pid is not None and self.host == _here() and _began(self.pid) != self.began
+        gone = self.pid is not None and self.host == here() and began(self.pid) != self.began
         return gone or time.time() > self.until
 
 
@@ -68,8 +74,8 @@ def take(root: Path, run: str, *, seconds: float = RENEWED_S, with_process: bool
                 raise StageError(_taken(root, found))
             logger.warning("the run %s on %s ended without a word; %s takes its place", found.run, found.host, run)
         pid = os.getpid() if with_process else None
-        began = _began(pid) if pid is not None else 0
-        lease = Lease(run=run, host=_here(), pid=pid, began=began or 0, until=time.time() + seconds)
+        began_at = began(pid) if pid is not None else 0
+        lease = Lease(run=run, host=here(), pid=pid, began=began_at or 0, until=time.time() + seconds)
         _write(root, lease)
     return lease
 
@@ -224,20 +230,3 @@ def _read(path: Path) -> Lease | None:
 
 def _write(root: Path, lease: Lease) -> None:
     write_durably(_path(root), lease.model_dump_json(indent=1).encode())
-
-
-def _here() -> str:
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _began(pid: int) -> int | None:
-    """When a process of this machine began; None where there is none of this number."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            told = file.read().rsplit(")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if told[0] == "Z" else int(told[19])

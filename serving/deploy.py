@@ -1,4 +1,7 @@
-"""Swap replicas through their control endpoints, prove the new drafter on each, or put the old one back."""
+"""Swap one replica through its control endpoint, prove the new drafter there, or put the old one back.
+
+Many replicas: serving/fleet/controller.py.
+"""
 
 import logging
 import time
@@ -7,13 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.errors import DeployError, UnansweredError
-from serving.replica import Probe, Replica, call, engine, reset_prefix_cache, run_probe, status
+from serving.errors import DeployError, LookAgainError, NoAnswerError
+from serving.replica import Probe, call, engine, reset_prefix_cache, run_probe, status
 
-__all__ = ["Probe", "Replica", "SwapOutcome", "engine", "reset_prefix_cache", "roll_out", "run_probe", "status"]
-__all__ += ["swap_replica"]
+__all__ = ["Probe", "SwapOutcome", "engine", "reset_prefix_cache", "run_probe", "status", "swap_replica"]
 
 logger = logging.getLogger("slipstream")
+
+_LOOK_AGAIN = ("busy", "epoch", "version")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def swap_replica(
     version: str,
     sha256: str,
     expected_version: str,
+    expected_epoch: str | None = None,
     probe: Sequence[dict[str, Any]],
     allow_changed_outputs: bool = False,
     timeout_s: float = 600.0,
@@ -71,14 +76,17 @@ def swap_replica(
     would, greedily, one at a time; the live fingerprint must have changed and be the same on every worker, drafting
     must be live, and the replies must be the same tokens. In bf16, where batch shapes move near-ties,
     ``allow_changed_outputs`` counts them without failing. A replica that cannot swap in place is started again.
+    ``expected_epoch``: what its status said when this was decided; None, what it says now.
 
-    Raises: DeployError when the swap was refused, or did not prove itself and the old drafter is back.
+    Raises: DeployError when the swap was refused, or did not prove itself and the old drafter is back; LookAgainError
+    when something else serves there than was expected, or another swap runs.
     """
     before_status = status(url, token, timeout_s=timeout_s)
     before = run_probe(url, probe, timeout_s=timeout_s)
     order = {"folder": str(folder), "version": version, "sha256": sha256, "expected_version": expected_version}
     asked = {"allow_changed_outputs": allow_changed_outputs, "probe": list(probe), "how": how, "pause": pause}
-    asked |= {"prefix_cache": prefix_cache, "expected_epoch": before_status.get("epoch", "")}
+    epoch = before_status.get("epoch", "") if expected_epoch is None else expected_epoch
+    asked |= {"prefix_cache": prefix_cache, "expected_epoch": epoch}
     answer = _order(url, token, order | asked, before_status, timeout_s)
     try:
         after_status = status(url, token, timeout_s=timeout_s)
@@ -105,42 +113,6 @@ def swap_replica(
         how=answer.get("how", "in_place"),
         closed_s=answer.get("closed_s", 0.0),
     )
-
-
-def roll_out(
-    replicas: Sequence[Replica],
-    *,
-    folder: Path,
-    version: str,
-    sha256: str,
-    expected_version: str,
-    probe: Sequence[dict[str, Any]],
-    allow_changed_outputs: bool = False,
-    timeout_s: float = 600.0,
-) -> list[SwapOutcome]:
-    """The outcomes of swapping one replica after the other, the canary replica first.
-
-    Raises: DeployError at the first failure, after the replicas that had swapped were put back.
-    """
-    done: list[tuple[Replica, SwapOutcome]] = []
-    for replica in replicas:
-        try:
-            outcome = swap_replica(
-                replica.url,
-                replica.token,
-                folder=folder,
-                version=version,
-                sha256=sha256,
-                expected_version=expected_version,
-                probe=probe,
-                allow_changed_outputs=allow_changed_outputs,
-                timeout_s=timeout_s,
-            )
-        except DeployError as error:
-            raise DeployError(f"{error}. {_put_all_back(done, timeout_s)}")
-        logger.info("%s serves drafter %s, paused %.2f s", replica.url, version, outcome.pause_s)
-        done.append((replica, outcome))
-    return [outcome for _, outcome in done]
 
 
 def _problem(
@@ -172,12 +144,14 @@ def _order(url: str, token: str, order: dict[str, Any], before: dict[str, Any], 
     started = time.monotonic()
     try:
         answer = call(url, token, "swap", order, timeout_s)
-    except UnansweredError as error:
+    except NoAnswerError as error:
         answer = _found_out(url, token, order, error, timeout_s)
     if answer["status"] == "restarting":
         _wait_for_start(url, token, order, before, timeout_s)
-    elif answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer['reason']}")
+        return {**answer, "pause_s": round(time.monotonic() - started, 2)}
+    if answer["status"] != "ok":
+        kind = LookAgainError if answer.get("code") in _LOOK_AGAIN else DeployError
+        raise kind(f"{url}: {answer.get('reason')}")
     return {"pause_s": round(time.monotonic() - started, 2), **answer}
 
 
@@ -226,15 +200,3 @@ def _put_back(url: str, token: str, old: dict[str, Any], version: str, timeout_s
     except DeployError as error:
         return f"and the old drafter could not be put back ({error}): take this replica out and restart it"
     return f"version {old['version']} serves there again"
-
-
-def _put_all_back(done: Sequence[tuple[Replica, SwapOutcome]], timeout_s: float) -> str:
-    notes = []
-    for replica, outcome in reversed(done):
-        old = {
-            "folder": outcome.previous_folder,
-            "version": outcome.previous,
-            "sha256": outcome.previous_sha256,
-        }
-        notes.append(f"{replica.url}: {_put_back(replica.url, replica.token, old, outcome.version, timeout_s)}")
-    return "; ".join(notes) or "No other replica had been swapped"

@@ -29,8 +29,12 @@ class DeployError(ServingError):
     """A replica did not take a drafter; the message says what serves now."""
 
 
-class UnansweredError(DeployError):
-    """A replica did not answer, or broke off: whether it did what it was asked is not known."""
+class NoAnswerError(DeployError):
+    """A replica could not be reached, or what came is no answer of ours: it may have done what it was asked to."""
+
+
+class LookAgainError(DeployError):
+    """A replica was not as the caller had seen it, so nothing was changed: no word on the drafter."""
 
 
 class LoadError(ServingError):

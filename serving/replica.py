@@ -2,16 +2,17 @@
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any
 
-from serving.errors import DeployError, UnansweredError
+from serving.errors import DeployError, NoAnswerError
 
-MAX_ANSWER_BYTES = 64 * 2**20
+MAX_ANSWER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,6 @@ class Probe:
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
 
 
-@dataclass(frozen=True)
-class Replica:
-    """One server that deploy may swap."""
-
-    url: str
-    token: str
-
-
 def status(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
     """What a replica serves: version, folder, sha256, live_fingerprint a worker, paused.
 
@@ -44,7 +37,7 @@ def status(url: str, token: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
     """
     answer = call(url, token, "status", None, timeout_s)
     if answer["status"] != "ok":
-        raise DeployError(f"{url}: {answer['reason']}")
+        raise DeployError(f"{url}: {answer.get('reason')}")
     return answer
 
 
@@ -77,49 +70,77 @@ def run_probe(url: str, probe: Sequence[dict[str, Any]], *, timeout_s: float = 6
         code, data = _post(url + route, body, {"Authorization": f"Bearer {key}"} if key else {}, timeout_s)
         if code != 200:
             raise DeployError(f"{url}: a probe prompt got HTTP {code}: {str(data)[:300]}")
-        token_ids.append(tuple(data["choices"][0].get("token_ids") or ()))
-        spec = (data.get("metrics") or {}).get("speculative_decoding") or {}
-        steps += spec.get("num_spec_steps") or 0
-        accepted += spec.get("num_accepted_draft_tokens") or 0
+        try:
+            ids, num_steps, num_accepted = _reply(data)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DeployError(f"{url}: a probe prompt got no completion ({type(error).__name__}: {error})")
+        token_ids.append(ids)
+        steps, accepted = steps + num_steps, accepted + num_accepted
     return Probe(tuple(token_ids), steps, accepted)
 
 
+def _reply(data: Any) -> tuple[tuple[int, ...], int, int]:
+    """Token ids, verification steps and accepted tokens of one completion."""
+    spec = (data.get("metrics") or {}).get("speculative_decoding") or {}
+    ids = data["choices"][0].get("token_ids") or ()
+    counts = spec.get("num_spec_steps") or 0, spec.get("num_accepted_draft_tokens") or 0
+    return (tuple(map(int, ids)), *map(int, counts))
+
+
 def call(url: str, token: str, what: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """What /slipstream/``what`` answers; with a body it is a POST. Raises: DeployError when it is no answer of ours."""
+    """What /slipstream/``what`` answers; with a body it is a POST. Raises: NoAnswerError."""
     headers = {"Authorization": f"Bearer {token}"}
     code, data = _post(f"{url}/slipstream/{what}", body, headers, timeout_s)
     if not isinstance(data, dict) or "status" not in data:
-        raise DeployError(f"{url}: /slipstream/{what} answered HTTP {code}: {str(data)[:300]}")
+        raise NoAnswerError(f"{url}: /slipstream/{what} answered HTTP {code}: {str(data)[:300]}")
     return data
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer: another host must not get the token, nor a GET take the place of an order."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 def _post(url: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float) -> tuple[int, Any]:
-    payload = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=payload, headers={"Content-Type": "application/json", **headers})
+    payload, deadline = None if body is None else json.dumps(body).encode(), time.monotonic() + timeout_s
     try:
-        with _answer(request, timeout_s) as answer:
-            read = answer.read(MAX_ANSWER_BYTES + 1)
-            code, missing = answer.status, getattr(answer, "length", None)
-    except (OSError, HTTPException) as error:
-        why = f"{type(error).__name__}: {error}" if isinstance(error, HTTPException) else error
-        raise UnansweredError(f"{url}: not reachable ({why}); is the server up, and is this its address?")
-    if len(read) > MAX_ANSWER_BYTES:
-        raise DeployError(f"{url}: its answer is over {MAX_ANSWER_BYTES} bytes; is this a server of ours?")
-    if missing:
-        raise UnansweredError(f"{url}: its answer breaks off, {missing} bytes before its end")
-    return code, _parse(read)
+        request = urllib.request.Request(url, data=payload, headers={"Content-Type": "application/json", **headers})
+        try:
+            with _OPENER.open(request, timeout=timeout_s) as answer:
+                return answer.status, _parse(_whole(answer, deadline))
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, _parse(_whole(error.fp, deadline))
+    except OSError as error:
+        raise NoAnswerError(f"{url}: not reachable ({error}); is the server up, and is this its address?")
+    except (HTTPException, ValueError) as error:  # killed amid its answer, no HTTP, or a URL that is none
+        raise NoAnswerError(f"{url}: its answer cannot be used ({type(error).__name__}: {error})")
 
 
-def _answer(request: urllib.request.Request, timeout_s: float) -> Any:
-    """The open answer, whatever its status."""
-    try:
-        return urllib.request.urlopen(request, timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        return error
+def _whole(answer: HTTPResponse, deadline: float) -> bytes:
+    """The body. A timeout holds for one read: who sends a byte now and then must not hold its caller for good.
+
+    Raises: OSError when it takes too long or is too large; HTTPException when it breaks off.
+    """
+    body = b""
+    while part := answer.read1(1 << 16):
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise OSError(f"its answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out amid its answer")
+    if answer.length:
+        raise IncompleteRead(body, answer.length)
+    return body
 
 
 def _parse(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.decode(errors="replace")

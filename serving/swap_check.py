@@ -35,7 +35,7 @@ def _require_expected(order: SwapOrder, before: dict[str, Any]) -> None:
     version = before["version"]
     if version != order.expected_version:
         reason = f"version {version} serves, the caller expected {order.expected_version}; look again"
-        raise Refusal(409, reason, version=version)
+        raise Refusal(409, reason, version=version, code="version")
     if order.expected_epoch and order.expected_epoch != before["epoch"]:
         reason = f"epoch {before['epoch']}, the caller knew of {order.expected_epoch}: swaps or a start in between"
         raise Refusal(409, f"{reason}; look again", version=version, code="epoch")

@@ -126,7 +126,7 @@ def _round(config: Path, model: str, replicas: Replicas, moments: random.Random,
     replicas.refuse(victim, None)
     _wait_for(lambda: all(map(_version, replicas.ports)))
     before = [_version(one) for one in replicas.ports]
-    # What a watch does by itself: the replica may have come back after the last look.
+    # What `slipstream watch --reconcile` does by itself: the replica may have come back after the last look.
     reconciled = _deploy(config, "--reconcile").wait(timeout=_RUN_S) if trouble == "a replica is killed" else 0
     expected = served if refused else wanted
     versions = [_version(one) for one in replicas.ports]

@@ -37,6 +37,8 @@ class Script:
     has_counters: bool = True
     status_code: int = 200
     """Of the status route: 503 for a replica whose engine is gone."""
+    breaks_off: bool = False
+    """Its next swap takes, and the answer to it breaks off."""
 
 
 class ScriptedReplica:
@@ -46,6 +48,7 @@ class ScriptedReplica:
         self.folder, self.version, self.script = Path(folder), version, script or Script()
         self.swaps: list[tuple[str, str]] = []
         self.paused = False
+        self._started, self.since = time.time(), time.time()
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self._first = version
         self._engine = threading.Condition()
@@ -59,6 +62,11 @@ class ScriptedReplica:
         """Of the weights that it serves."""
         return hashlib.sha256((self.folder / "model.safetensors").read_bytes()).hexdigest()
 
+    @property
+    def epoch(self) -> str:
+        """Of this start, and the swaps since."""
+        return f"{self._started}.{len(self.swaps)}"
+
     def close(self) -> None:
         """Stop answering; connections are refused from now on."""
         self.server.shutdown()
@@ -66,6 +74,7 @@ class ScriptedReplica:
 
     def serve(self, folder: Path, version: str) -> None:
         """Serve this drafter, as after a restart with it: counters begin at zero."""
+        self._started = self.since = time.time()
         self.folder, self.version, self.counts = Path(folder), version, dict.fromkeys(_COUNTERS, 0)
 
     def answer(self, path: str, headers: Any, body: Any) -> tuple[int, Any]:
@@ -79,7 +88,8 @@ class ScriptedReplica:
         if path == "/slipstream/status":
             return self._status()
         if not self._one_swap.acquire(blocking=False):
-            return 409, {"status": "refused", "reason": "another swap is running on this server; ask again"}
+            reason = "another swap is running on this server; ask again"
+            return 409, {"status": "refused", "reason": reason, "code": "busy"}
         try:
             return self._swap(body)
         finally:
@@ -97,7 +107,10 @@ class ScriptedReplica:
             "folder": str(self.folder),
             "sha256": self.sha256,
             "live_fingerprint": [f"live-{live}"],
+            "epoch": self.epoch,
+            "since": self.since,
             "paused": self.paused,
+            "swapping": self._one_swap.locked(),
             **swap,
         }
 
@@ -106,15 +119,20 @@ class ScriptedReplica:
             reason = "the worker ran out of memory; the old drafter serves again"
             return 500, {"status": "failed", "reason": reason}
         if order["expected_version"] != self.version:
-            return 409, {"status": "refused", "reason": f"version {self.version} serves"}
+            return 409, {"status": "refused", "reason": f"version {self.version} serves", "code": "version"}
+        if order.get("expected_epoch", self.epoch) != self.epoch:
+            return 409, {"status": "refused", "reason": f"epoch {self.epoch}", "code": "epoch"}
         with self._engine:
             self.paused = True
             time.sleep(self.script.swap_s)
             self.swaps.append((self.version, order["version"]))
             previous, self.version, self.folder = self.version, order["version"], Path(order["folder"])
-            self.paused = False
+            self.paused, self.since = False, time.time()
         if self.sha256 != order["sha256"]:
             raise AssertionError(f"{self.folder}: not the bytes that were ordered")
+        if self.script.breaks_off:
+            self.script.breaks_off = False
+            raise ConnectionResetError("as if killed amid its answer")
         live = f"live-{self.sha256[:8]}"
         return 200, {
             "status": "ok",
@@ -149,7 +167,7 @@ class ScriptedReplica:
         if not self.script.has_counters:
             return "# nothing is counted\n"
         return "".join(
-            f"# TYPE vllm:spec_decode_{name} counter\n"
+            f"# TYPE vllm:spec_decode_{name}_total counter\n"
             f'vllm:spec_decode_{name}_total{{engine="0",model_name="toy"}} {float(count)}\n'
             for name, count in self.counts.items()
         )

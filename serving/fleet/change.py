@@ -20,11 +20,12 @@ _RESTART_TICK_S = 1.0
 class Way(Protocol):
     """How one replica takes a drafter."""
 
-    def __call__(self, url: str, goal: Drafter, expected_version: str, reference: str | None) -> dict[str, Any]:
+    def __call__(self, url: str, goal: Drafter, seen: Seen, reference: str | None) -> dict[str, Any]:
         """What it cost, by name: pause_s, changed_outputs, live_fingerprint, and more where it is known.
 
-        ``reference`` is the hash of the replica's probe tokens before the change; None accepts other tokens.
-        Raises: DeployError when the replica did not take it.
+        ``seen`` is the replica as it was when this was decided; it was up. ``reference`` is the hash of its probe
+        tokens before the change; None accepts other tokens. Raises: DeployError when the replica did not take it,
+        LookAgainError when it is not as it was seen.
         """
         ...
 
@@ -37,7 +38,7 @@ class ByEndpoint:
     probe: Sequence[dict[str, Any]]
     timeout_s: float = 600.0
 
-    def __call__(self, url: str, goal: Drafter, expected_version: str, reference: str | None) -> dict[str, Any]:
+    def __call__(self, url: str, goal: Drafter, seen: Seen, reference: str | None) -> dict[str, Any]:
         """See Way."""
         outcome = swap_replica(
             url,
@@ -45,7 +46,8 @@ class ByEndpoint:
             folder=Path(goal.folder),
             version=goal.version,
             sha256=goal.sha256,
-            expected_version=expected_version,
+            expected_version=seen.drafter.version,
+            expected_epoch=seen.epoch,
             probe=self.probe,
             allow_changed_outputs=reference is None,
             timeout_s=self.timeout_s,
@@ -64,7 +66,7 @@ class ByCommand:
     probe: Sequence[dict[str, Any]]
     timeout_s: float = 900.0
 
-    def __call__(self, url: str, goal: Drafter, expected_version: str, reference: str | None) -> dict[str, Any]:
+    def __call__(self, url: str, goal: Drafter, seen: Seen, reference: str | None) -> dict[str, Any]:
         """See Way."""
         began = time.monotonic()
         self._restart(url, goal)
@@ -76,7 +78,7 @@ class ByCommand:
             time.sleep(_RESTART_TICK_S)
             seen = look(Address(url, url), self.token)
         down_s = round(time.monotonic() - began, 3)
-        proof = verify(url, seen, self.probe, reference=reference)
+        proof = verify(url, seen, self.probe, reference=reference, timeout_s=self.timeout_s)
         return {**proof, "pause_s": down_s, "restarted": True}
 
     def _restart(self, url: str, goal: Drafter) -> None:
@@ -91,18 +93,27 @@ class ByCommand:
             raise DeployError(f"{url}: its restart command ended with status {done.returncode}: {told}")
 
 
-def verify(url: str, seen: Seen, probe: Sequence[dict[str, Any]], *, reference: str | None) -> dict[str, Any]:
+def verify(
+    url: str,
+    seen: Seen,
+    probe: Sequence[dict[str, Any]],
+    *,
+    reference: str | None,
+    stale: str | None = None,
+    timeout_s: float = 600.0,
+) -> dict[str, Any]:
     """What a replica that serves its goal already shows: it drafts, and its greedy tokens are those from before.
 
-    Raises: DeployError when it doesn't.
+    ``stale``: the live fingerprint that it must not have any more. Raises: DeployError when it doesn't show it.
     """
-    found = run_probe(url, probe)
+    if stale is not None and seen.live == stale:
+        raise DeployError(f"{url}: the live weights did not change ({stale})")
+    found = run_probe(url, probe, timeout_s=timeout_s)
     if probe and not found.num_steps:
         raise DeployError(f"{url}: the probe prompts ran without one draft")
     if reference is not None and tokens_hash(found) != reference:
         raise DeployError(f"{url}: the probe prompts got other greedy tokens than before the change")
-    live = seen.status["live_fingerprint"][0] if seen.status else None
-    return {"pause_s": 0.0, "changed_outputs": 0, "live_fingerprint": live}
+    return {"pause_s": 0.0, "changed_outputs": 0, "live_fingerprint": seen.live}
 
 
 def tokens_hash(probe: Probe) -> str:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from serving.deploy import run_probe
-from serving.errors import DeployError
+from serving.deploy import Probe, run_probe
+from serving.errors import DeployError, LookAgainError, NoAnswerError
 from serving.fleet.change import Way, tokens_hash, verify
-from serving.fleet.counters import NoCountersError
-from serving.fleet.replicas import Address, Discover, Drafter, Seen, look, look_at_all, understood
+from serving.fleet.progress import Progress
+from serving.fleet.replicas import Address, Discover, Seen, look, look_at_all, understood
 from serving.fleet.rollout import FORWARD, Policy, Record, Rollout, Soak
-from serving.fleet.sample import counts_or_none, sampled
-from serving.fleet.soak import Verdict, is_due, judge
+from serving.fleet.sample import counters_or_none, look_at_soak
+from serving.fleet.soak import steps_of
 from serving.fleet.steps import Change, Enter, Name, Revert, Sample, Step, Wait, next_step, observe
 
 logger = logging.getLogger("slipstream")
@@ -58,6 +58,8 @@ class Fleet:
     restart: Way
     """For replicas whose status says that they can't be swapped in place."""
     allow_changed_outputs: bool = False
+    probe_timeout_s: float = 600.0
+    """Of one probe prompt."""
 
 
 class Controller:
@@ -74,7 +76,7 @@ class Controller:
     ):
         self.fleet, self.ledger, self.policy = fleet, ledger, policy
         self._name, self._now = name, now
-        self._told = ""
+        self._progress = Progress()
         self.rollout: Rollout
 
     def run(self, rollout: Rollout) -> Rollout:
@@ -115,7 +117,7 @@ class Controller:
                 soak = Soak(began_at=self._now()) if phase == "soak" else self.rollout.soak
                 canary = self.rollout.canary if keep_canary else None
                 self._save(replace(self.rollout, phase=phase, canary=canary, soak=soak))
-                self._tell(phase)
+                self._progress.phase(self.rollout)
             case Name():
                 self._name_target()
 
@@ -126,7 +128,7 @@ class Controller:
             self._revert(str(error))
             return
         self._save(replace(self.rollout, phase="converged"))
-        self._tell("converged")
+        self._progress.phase(self.rollout)
 
     def _change(self, names: Sequence[str], seen: Mapping[str, Seen], *, is_canary: bool) -> None:
         """Change these replicas at the same time; what is known before, and after, is written down."""
@@ -136,9 +138,11 @@ class Controller:
             state = self.rollout.with_records(*begun)
             self._save(replace(state, canary=names[0]) if is_canary else state)
             ready = [record for record in begun if record.state == "changing"]
+            for record in ready:
+                self._progress.begins(record, self.rollout.goal(record))
             for record in pool.map(lambda record: self._changed(record, seen[record.name]), ready):
                 self._save(self.rollout.with_records(record))
-                self._tell_of(record)
+                self._progress.changed(record, self.rollout.goal(record))
 
     def _begun(self, record: Record, seen: Seen) -> Record:
         """The record as it is written down before the change."""
@@ -150,26 +154,31 @@ class Controller:
             return replace(record, state="failed", why=why)
         try:
             with understood(record.url):
-                reference = tokens_hash(run_probe(record.url, self.fleet.probe)) if self._compares else None
+                reference = tokens_hash(self._probed(record)) if self._compares else None
         except DeployError as error:
             return self._refused(record, error)
-        changes = record.changes + 1
-        return replace(record, state="changing", reference=reference, changes=changes, began_at=self._now())
+        stale = seen.live if seen.drafter.sha256 != goal.sha256 else None
+        known = {"reference": reference, "stale": stale, "changes": record.changes + 1}
+        return replace(record, state="changing", began_at=self._now(), **known)
 
     def _changed(self, record: Record, seen: Seen) -> Record:
-        goal, now = self.rollout.goal(record), seen.drafter
+        goal, fleet = self.rollout.goal(record), self.fleet
         reference = record.reference if self._compares else None
-        way = self.fleet.in_place if seen.in_place else self.fleet.restart
+        serves_it = goal.same_as(seen.drafter)  # an interrupted change got so far, and did not prove itself
         try:
             with understood(record.url):
-                if goal.same_as(now):  # an interrupted change got so far, and did not prove itself
-                    change = verify(record.url, seen, self.fleet.probe, reference=reference)
+                if serves_it:
+                    proof = {"reference": reference, "stale": record.stale, "timeout_s": fleet.probe_timeout_s}
+                    change = verify(record.url, seen, fleet.probe, **proof)
                 else:
-                    change = way(record.url, goal, now.version, reference)
+                    change = (fleet.in_place if seen.in_place else fleet.restart)(record.url, goal, seen, reference)
         except DeployError as error:
             return self._refused(record, error)
-        shown = {"version": goal.version, "since": _iso(self._now()), "counts": counts_or_none(record.url)}
+        shown = {"version": goal.version, "since": _iso(self._now()), "counts": counters_or_none(record.url)}
         return replace(record, state="serving", why="", change=change, **shown)
+
+    def _probed(self, record: Record) -> Probe:
+        return run_probe(record.url, self.fleet.probe, timeout_s=self.fleet.probe_timeout_s)
 
     @property
     def _compares(self) -> bool:
@@ -182,9 +191,14 @@ class Controller:
         return (record.began_at or now) < taken_over_at and now - taken_over_at < self.policy.dead_after_s
 
     def _refused(self, record: Record, error: DeployError) -> Record:
-        """A replica that went down in the change is waited for; one that is up has refused."""
+        """The record after an error: a replica that is up has refused.
+
+        One that is down is waited for. One whose answer was lost, and which serves the drafter now, proves itself in
+        the next round. One that wasn't as it had been seen is looked at again, as often as it may be changed.
+        """
         seen = look(Address(record.name, record.url), self.fleet.token)
-        if not seen.is_up:
+        took_it = isinstance(error, NoAnswerError) and self.rollout.goal(record).same_as(seen.drafter)
+        if not seen.is_up or took_it or isinstance(error, LookAgainError):
             return replace(record, why=str(error))
         if record.state == "changing" and self._was_interrupted(record):
             logger.warning("deploy: %s; it is asked again", error)
@@ -195,57 +209,29 @@ class Controller:
         return replace(record, state=state, why=str(error), refusals=refusals)
 
     def _soak(self, seen: Mapping[str, Seen]) -> None:
-        soak, policy = self.rollout.soak, self.policy.soak
-        assert soak is not None and policy is not None
-        elapsed_s = self._now() - soak.began_at
-        try:
-            soak = sampled(soak, self.rollout, seen)
-            verdict = None
-            if is_due(soak.looks, elapsed_s, policy):
-                judged = {"looks": soak.looks, "elapsed_s": elapsed_s, "promise": self.rollout.promise}
-                verdict = judge(soak.intervals, policy, **judged)
-                soak = replace(soak, looks=soak.looks + 1)
-        except NoCountersError as error:
-            go_on = policy.undecided == "go_on"
-            verdict = Verdict("pass" if go_on else "fail", f"the soak cannot be judged: {error}")
-        self._save(replace(self.rollout, soak=replace(soak, verdict=verdict.why if verdict else soak.verdict)))
+        soak, verdict = look_at_soak(self.rollout, seen, policy=self.policy, now=self._now())
+        self._save(replace(self.rollout, soak=soak))
+        told = f"soak of {self.rollout.canary}"
         if verdict is None or verdict.outcome == "extend":
+            why = f"{verdict.why}; " if verdict else ""
+            policy = self.policy.soak
             due_s = min(policy.min_s * 2**soak.looks, policy.max_s)
-            told = f"{verdict.why}; " if verdict else ""
-            self._wait(f"soak of {self.rollout.canary}: {told}judged after {due_s:g} s", self.policy.soak_tick_s)
+            counted = f"{steps_of(soak.intervals)} steps of {policy.min_steps} in {soak.observed_s:.0f} s"
+            self._wait(f"{told}: {why}judged after {due_s:g} s", self.policy.soak_tick_s, more=counted)
         elif verdict.outcome == "fail":
-            self._revert(f"soak of {self.rollout.canary}: {verdict.why}")
+            self._revert(f"{told}: {verdict.why}")
         else:
-            logger.info("deploy: soak of %s passed: %s", self.rollout.canary, verdict.why)
+            logger.info("deploy: %s passed: %s", told, verdict.why)
             self._save(replace(self.rollout, phase="waves"))
+            self._progress.phase(self.rollout)
 
     def _revert(self, why: str) -> None:
         logger.warning("deploy: going back: %s", why)
         self._save(self.rollout.reverting(why))
 
-    def _wait(self, why: str, seconds: float | None = None) -> None:
-        if why != self._told:
-            logger.info("deploy: %s", why)
-            self._told = why
+    def _wait(self, why: str, seconds: float | None = None, *, more: str = "") -> None:
+        self._progress.waits(why, more)
         time.sleep(self.policy.tick_s if seconds is None else seconds)
-
-    def _tell(self, phase: str) -> None:
-        self._told = ""
-        serving = sum(record.state == "serving" for record in self.rollout.replicas)
-        logger.info("deploy: %s, %d of %d replicas serve %s", phase, serving, len(self.rollout.replicas), self._goal())
-
-    def _tell_of(self, record: Record) -> None:
-        goal = self.rollout.goal(record)
-        if record.state == "serving" and goal is not None:
-            paused = record.change.get("pause_s", 0.0)
-            logger.info("deploy: %s serves version %s, paused %.2f s", record.name, goal.version, paused)
-        else:
-            logger.warning("deploy: %s is %s: %s", record.name, record.state, record.why)
-
-    def _goal(self) -> str:
-        is_back = self.rollout.phase in ("reverting", "reverted", "stopped")
-        goal: Drafter | None = self.rollout.base if is_back else self.rollout.target
-        return f"version {goal.version}" if goal else "what they served before"
 
     def _save(self, rollout: Rollout) -> None:
         if rollout != self.rollout:

@@ -85,8 +85,8 @@ class KubernetesService:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace()}/endpointslices"
         url = f"{_api_server()}{path}?{urllib.parse.urlencode(query)}"
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._read('token')}"})
-        trusted = ssl.create_default_context(cafile=str(self.account / "ca.crt"))
         try:
+            trusted = ssl.create_default_context(cafile=str(self.account / "ca.crt"))
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trusted) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:

@@ -8,7 +8,7 @@ from http.client import HTTPException
 from typing import Any, Self
 
 from serving import deploy
-from serving.errors import DeployError
+from serving.errors import DeployError, NoAnswerError
 
 # A status waits for the engine's running step, and for a swap that is under way.
 LOOK_TIMEOUT_S = 30.0
@@ -63,10 +63,21 @@ class Seen:
         """Whether it serves."""
         return self.drafter is not None
 
+    @property
+    def live(self) -> str | None:
+        """The fingerprint of the weights that it drafts with."""
+        return self.status["live_fingerprint"][0] if self.status else None
+
+    @property
+    def epoch(self) -> str | None:
+        """What names this start of it, and the swaps since; None where it doesn't say."""
+        return (self.status or {}).get("epoch")
+
 
 def static(urls: Sequence[str]) -> Discover:
     """The replicas of a fixed list of base URLs."""
     addresses = tuple(Address(url.rstrip("/"), url.rstrip("/")) for url in urls)
+    addresses = tuple(dict.fromkeys(addresses))  # one that is listed twice is still one
     return lambda: addresses
 
 
@@ -83,11 +94,11 @@ def look(address: Address, token: str, *, timeout_s: float = LOOK_TIMEOUT_S) -> 
 
 @contextmanager
 def understood(url: str) -> Iterator[None]:
-    """Raises: DeployError for an answer that breaks off (its replica was killed), or lacks what every one has."""
+    """Raises: NoAnswerError for an answer that breaks off (its replica was killed), or lacks what every one has."""
     try:
         yield
-    except (HTTPException, OSError, LookupError, TypeError) as error:
-        raise DeployError(f"{url}: its answer breaks off or lacks something ({type(error).__name__}: {error})")
+    except (HTTPException, OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoAnswerError(f"{url}: its answer breaks off or lacks something ({type(error).__name__}: {error})")
 
 
 def _seen(address: Address, now: Mapping[str, Any]) -> Seen:
@@ -95,9 +106,15 @@ def _seen(address: Address, now: Mapping[str, Any]) -> Seen:
     in_place = not isinstance(can, Mapping) or can.get("how") is not None
     if now["paused"]:
         return Seen(None, f"{address.url}: the engine is paused", in_place, now)
+    if now.get("swapping") or now.get("door", "open") != "open":
+        # Also before its engine is paused: what it serves in a moment is not what it serves now.
+        return Seen(None, f"{address.url}: a swap is running there, or it is about to start anew", in_place, now)
     if len(set(now["live_fingerprint"])) != 1 and deploy.are_whole(now):
         return Seen(None, f"{address.url}: its workers have different live weights", in_place, now)
-    return Seen(Drafter(now["version"], str(now["folder"]), now["sha256"]), "", in_place, now)
+    drafter = Drafter(now["version"], now["folder"], now["sha256"])
+    if not all(isinstance(told, str) for told in (drafter.version, drafter.folder, drafter.sha256)):
+        raise TypeError(f"version, folder and sha256 must be texts, not {drafter.as_dict()}")
+    return Seen(drafter, "", in_place, now)
 
 
 def look_at_all(addresses: Sequence[Address], token: str, *, timeout_s: float = LOOK_TIMEOUT_S) -> dict[str, Seen]:

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
-from serving.fleet.counters import Counts, counts_of
+from serving.fleet.counters import counters_of
 from serving.fleet.replicas import Drafter
 from serving.fleet.soak import Interval, SoakPolicy
+from serving.monitor.counters import Counters
 
 Phase = Literal["canary", "soak", "waves", "naming", "reverting", "converged", "reverted", "stopped"]
 """naming: every replica serves it, and the alias is to be moved. stopped: ended, and not all could be put back."""
 ENDED = ("converged", "reverted", "stopped")
 FORWARD = ("canary", "soak", "waves")
 """Phases that can still be aborted."""
+BACK = ("reverting", "reverted", "stopped")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Policy:
     """Replicas that may be out of service at a time: down, or being changed."""
     max_failed: int = 0
     """Replicas that may refuse, or stay down, before all are put back."""
+    turns_back: bool = True
+    """False: nobody is put back, however many are lost. ``max_failed`` still says how many may be down at a restart."""
     attempts: int = 1
     """Tries before a replica counts as refusing."""
     max_changes: int = 3
@@ -51,6 +55,8 @@ class Record:
     """What it served when this rollout first saw it."""
     reference: str | None = None
     """Hash of its greedy probe tokens from before a change."""
+    stale: str | None = None
+    """Its live fingerprint from before a change to other weights."""
     refusals: int = 0
     changes: int = 0
     began_at: float | None = None
@@ -59,7 +65,7 @@ class Record:
     version: str | None = None
     """What its last change brought it, ``since`` when (ISO 8601), at which ``counts`` and at what cost (``change``)."""
     since: str | None = None
-    counts: Counts | None = None
+    counts: Counters | None = None
     change: Mapping[str, Any] = field(default_factory=dict)
     """pause_s, changed_outputs, live_fingerprint, …"""
 
@@ -71,7 +77,7 @@ class Record:
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         """What ``as_dict`` gave."""
         before = Drafter(**plain["before"]) if plain["before"] else None
-        return cls(**{**plain, "before": before, "counts": counts_of(plain["counts"])})
+        return cls(**{**plain, "before": before, "counts": counters_of(plain["counts"])})
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,9 @@ class Soak:
 
     began_at: float
     looks: int = 0
+    observed_s: float = 0.0
+    """For how long it was looked at, until ``last_at``: pauses, and controllers that died, do not count."""
+    last_at: float | None = None
     intervals: tuple[Interval, ...] = ()
     last: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Replica → its counts at the last scrape."""
@@ -117,7 +126,7 @@ class Rollout:
 
     def goal(self, record: Record) -> Drafter | None:
         """What a replica is to serve; None: whatever it does."""
-        return (self.base or record.before) if self.phase in ("reverting", "reverted", "stopped") else self.target
+        return (self.base or record.before) if self.phase in BACK else self.target
 
     def record(self, name: str | None) -> Record | None:
         """The record of a replica, or None."""

@@ -52,6 +52,11 @@ def is_due(looks: int, elapsed_s: float, policy: SoakPolicy) -> bool:
     return elapsed_s >= min(policy.min_s * 2**looks, policy.max_s)
 
 
+def steps_of(intervals: Sequence[Interval]) -> int:
+    """Verification steps that the canary replica has counted."""
+    return sum(one.canary_drafts for one in intervals)
+
+
 def judge(
     intervals: Sequence[Interval], policy: SoakPolicy, *, looks: int, elapsed_s: float, promise: float | None = None
 ) -> Verdict:
@@ -82,7 +87,7 @@ def _compare(
 ) -> tuple[float, float, float, str] | str:
     """Ratio, its two one-sided bounds and what it was compared with; or why there is none."""
     own = [one for one in intervals if one.canary_drafts]
-    steps = sum(one.canary_drafts for one in own)
+    steps = steps_of(own)
     if steps < min_steps:
         return f"the canary replica counted {steps} steps of {min_steps}"
     both = [one for one in own if one.other_drafts]

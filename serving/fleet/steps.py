@@ -67,10 +67,10 @@ def _observed(rollout: Rollout, record: Record, seen: Seen, now: float, policy: 
     record = replace(record, down_since=None, before=record.before or seen.drafter)
     goal = rollout.goal(record)
     if goal is None or goal.same_as(seen.drafter):
-        if record.state not in ("waiting", "failed"):
+        # On the way there, one that failed and serves it did not prove itself with it.
+        if record.state not in (("waiting",) if rollout.phase in FORWARD else ("waiting", "failed")):
             return record
-        live = seen.status["live_fingerprint"][0] if seen.status else None
-        unchanged = {"pause_s": 0.0, "changed_outputs": 0, "live_fingerprint": live}
+        unchanged = {"pause_s": 0.0, "changed_outputs": 0, "live_fingerprint": seen.live}
         return replace(record, state="serving", why="", change=unchanged)
     if record.state != "serving":
         return record
@@ -85,7 +85,7 @@ def next_step(rollout: Rollout, seen: Mapping[str, Seen], *, now: float, policy:
     if rollout.phase == "naming":
         return Name()
     lost = lost_records(rollout, now, policy)
-    if rollout.phase in FORWARD and len(lost) > policy.max_failed:
+    if rollout.phase in FORWARD and policy.turns_back and len(lost) > policy.max_failed:
         return Revert("; ".join(record.why or record.name for record in lost))
     if rollout.phase == "canary":
         return _canary_step(rollout, seen, now, policy)
@@ -159,8 +159,8 @@ def _change(
             wave.append(record.name)
     if wave:
         return Change(tuple(wave), is_canary)
-    if rollout.phase == "reverting" and not awaited:
-        return Enter("stopped")  # what is left can only be restarted, and too many are down for that
+    if not awaited:  # what is left can only be restarted, and too many are down for that
+        return Enter("stopped" if rollout.phase == "reverting" else "naming")
     return Wait(f"{_names(awaited)} down, and max_unavailable is {policy.max_unavailable}")
 
 

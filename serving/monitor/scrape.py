@@ -4,7 +4,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 
 from serving.monitor.counters import Counters, read_counters
 
@@ -12,19 +12,24 @@ MAX_BYTES = 16 << 20
 _THREADS = 32
 
 
-def scrape(url: str, *, timeout_s: float) -> Counters | str:
-    """The counters of the replica at a base URL, or in words why there are none."""
+def fetch(url: str, *, timeout_s: float) -> str:
+    """The exposition of the replica at a base URL. Raises: OSError for whatever keeps it from being read."""
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/metrics", timeout=timeout_s) as answer:
             body = _body(answer, until=time.monotonic() + timeout_s)
-    except (OSError, ValueError) as error:  # also a URL that is none, and an answer that is no HTTP
-        return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-    except Exception as error:  # http.client's own errors have no root of their own but Exception
-        return f"{type(error).__name__}: {error}"
+    except (HTTPException, OSError, ValueError) as error:  # also a URL that is none, and an answer that is no HTTP
+        raise OSError(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
     if len(body) > MAX_BYTES:
-        return f"its /metrics has more than {MAX_BYTES >> 20} MiB"
+        raise OSError(f"its /metrics has more than {MAX_BYTES >> 20} MiB")
+    return body.decode(errors="replace")
+
+
+def scrape(url: str, *, timeout_s: float) -> Counters | str:
+    """The counters of the replica at a base URL, or in words why there are none."""
     try:
-        return read_counters(body.decode(), at=time.time())
+        return read_counters(fetch(url, timeout_s=timeout_s), at=time.time())
+    except OSError as error:
+        return str(error)
     except (ValueError, KeyError) as error:
         return f"its /metrics cannot be read ({type(error).__name__}: {error})"
 

@@ -5,7 +5,9 @@ import argparse
 import json
 import shutil
 import signal
+import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -138,13 +140,12 @@ def test_rollback_serves_the_champion_before_and_then_the_one_before_that(fleet)
 
 def test_the_next_round_starts_from_what_serves_also_where_it_was_trained_elsewhere(fleet):
     config, _, _ = fleet
-    second = deploy.run(config)
     shutil.rmtree(config.root / "drafters")
-    deploy.remember_champion(config, second)
+    second = deploy.run(config)
     champion = current(config.root, "champion", DrafterCheckpoint)
     assert champion.id == second.parents["drafter"] == "d2"
     verify(champion.folder, champion.manifest)
-    deploy.remember_champion(config, deploy.rollback(config))
+    deploy.rollback(config)
     assert current(config.root, "champion", DrafterCheckpoint).id == "d1"
 
 
@@ -216,8 +217,8 @@ def test_a_version_whose_last_verdict_withdrew_it_is_not_deployed(fleet, state):
     assert [replica.swaps for replica in replicas] == [[], []]
 
 
-def interrupted_at_the_second_replica(config, replicas, version=None):
-    """A deploy that ends with Ctrl-C while the second replica swaps."""
+def interrupted_at_the_second_replica(config, replicas, version=None, *, work=None):
+    """A deploy, or what else is to be done, that ends with Ctrl-C while the second replica swaps."""
     real, once = replicas[1].answer, []
 
     def answer(path, headers, body):
@@ -231,7 +232,7 @@ def interrupted_at_the_second_replica(config, replicas, version=None):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            deploy.run(config, version)
+            work() if work else deploy.run(config, version)
     finally:
         signal.signal(signal.SIGINT, before)
     assert unfinished(config.root).phase == "waves"
@@ -291,6 +292,44 @@ def test_a_replica_that_came_up_with_something_else_gets_the_champion(fleet):
     assert deploy.reconcile(config) is None
 
 
+def test_a_version_that_is_withdrawn_while_its_deploy_is_dead_goes_back(fleet):
+    config, registry, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    registry.set_state(config.model_name, "2", "failed", reason="it learned from what was erased")
+    with pytest.raises(SwapError, match=r"version 2 is failed now.*Every replica serves version 1"):
+        deploy.run(config)
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert champion(config, registry) == "1"
+
+
+def test_a_process_that_dies_between_the_alias_and_its_last_word_leaves_the_rest_to_the_next(fleet, monkeypatch):
+    config, registry, _ = fleet
+    shutil.rmtree(config.root / "drafters" / "d2")
+
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copytree", full)
+        with pytest.raises(OSError, match="no space left"):
+            deploy.run(config)
+    assert (champion(config, registry), unfinished(config.root).phase) == ("2", "naming")
+    assert deploy.run(config).phase == "converged"
+    assert current(config.root, "champion", DrafterCheckpoint).id == "d2"
+
+
+def test_an_abort_reaches_a_deploy_whose_machine_is_gone(fleet, monkeypatch):
+    from jobs import in_charge as terms
+
+    config, _, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    (path,) = (config.root / "in_charge").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "a pod that was killed", "over": False}))
+    monkeypatch.setattr(terms, "SILENT_S", 0.3)
+    assert deploy.abort(config).phase == "reverted"
+    assert [replica.version for replica in replicas] == ["1", "1"]
+
+
 def test_reconciling_goes_on_with_the_others_and_names_who_is_left(fleet):
     config, registry, replicas = fleet
     deploy.run(config)
@@ -328,7 +367,7 @@ def test_the_command_takes_one_thing_at_a_time_and_says_what_it_did(fleet, capsy
         return capsys.readouterr().out.splitlines()[-1]
 
     assert command() == "version 2 serves on 2 replica(s), champion (was 1)"
-    assert command("--reconcile") == "every replica serves the champion"
+    assert command("--reconcile").startswith("nothing to change: every replica that answers serves the champion")
     assert command("--rollback") == "version 1 serves on 2 replica(s), champion (was 2)"
     with pytest.raises(ConfigError, match="give a version or one of --rollback"):
         command("2", "--abort")
@@ -346,8 +385,28 @@ def test_status_tells_what_each_replica_serves_since_when_and_what_it_accepts(fl
     lines = [line.split(None, 3) for line in status.run(config)]
     shown = {line[0]: line[1:] for line in lines if line and line[0] in {replica.url for replica in replicas}}
     version, since, acceptance = shown[replicas[0].url]
-    assert (version, since[:2], acceptance.strip()[:4]) == ("2", "20", "1.96")
+    told = datetime.fromtimestamp(replicas[0].since, UTC).isoformat(timespec="seconds")
+    assert (version, since, acceptance.strip()[:4]) == ("2", told, "1.96")
     assert shown[replicas[1].url][:2] == ["-", "-"] and "the engine is gone" in shown[replicas[1].url][2]
+
+
+def test_acceptance_is_of_what_the_present_drafter_counted_or_it_is_not_told(fleet):
+    config, registry, replicas = fleet
+
+    def shown():
+        rows = {line.split()[0]: line.split() for line in status.run(config) if "http" in line}
+        return [rows[replica.url][1:4:2] for replica in replicas]
+
+    for replica in replicas:
+        replica.counts.update(num_drafts=100, num_draft_tokens=700, num_accepted_tokens=50)
+    assert shown() == [["1", "1.50"], ["1", "1.50"]]  # of what they started with
+    replicas[1].swaps.append(("1", "2"))  # by hand: nobody knows what of it was version 2's
+    replicas[1].version, replicas[1].folder = "2", registry.download(config.model_name, "2")
+    assert shown() == [["1", "1.50"], ["2", "-"]]
+    replicas[1].swaps.clear()
+    replicas[1].serve(registry.download(config.model_name, "1"), "1")
+    replicas[1].counts.update(num_drafts=10, num_draft_tokens=70, num_accepted_tokens=20)
+    assert shown() == [["1", "1.50"], ["1", "3.00"]]
 
 
 def test_status_names_the_deploy_under_way_and_who_is_in_charge(fleet):
@@ -359,3 +418,17 @@ def test_status_names_the_deploy_under_way_and_who_is_in_charge(fleet):
     assert line.endswith("(nobody is in charge: slipstream deploy goes on)")
     with in_charge(config.root, "deploy"):
         assert any("another process is in charge" in line for line in status.run(config))
+
+
+def test_status_follows_a_deploy_to_its_end(fleet, capsys):
+    config, _, replicas = fleet
+    interrupted_at_the_second_replica(config, replicas)
+    following = threading.Thread(target=status.follow, args=[config], daemon=True)
+    following.start()
+    deploy.run(config)
+    following.join(30)
+    assert not following.is_alive()
+    shown = capsys.readouterr().out
+    assert "release 000001-v2 (deploy of version 2): waves, 1 of 2 replicas done" in shown
+    last = shown.rstrip().split("\n\n")[-1]
+    assert "release" not in last and [last.count(f"{replica.url}  2 ") for replica in replicas] == [1, 1]

@@ -1,5 +1,6 @@
 """What a rollout does with a fleet that misbehaves, and with what people ask of it; replicas are scripted servers."""
 
+import logging
 import threading
 from contextlib import contextmanager
 
@@ -8,13 +9,16 @@ import pytest
 from bench.oracles.scripted_replica import TOKEN, Script, ScriptedReplica
 from jobs.in_charge import in_charge
 from jobs.ledger import give_order, last_release, orders, unfinished
+from pipeline.artifacts import commit
 from pipeline.errors import StageError
+from serving.errors import LookAgainError
+from serving.fleet import progress
 from serving.fleet.change import ByCommand, ByEndpoint
 from serving.fleet.controller import Fleet, NamingError, Orders
-from serving.fleet.replicas import Address, static
+from serving.fleet.replicas import Address, look, static
 from serving.fleet.soak import SoakPolicy
 from serving.load import Driver
-from tests.jobs.rollouts import PROBE, fleet, folders, roll, start, wait_until, with_policy
+from tests.jobs.rollouts import PROBE, drafter, fleet, folders, roll, start, wait_until, with_policy
 
 CHAT = [{"model": "toy", "messages": [{"role": "user", "content": "Where is it?"}]}]
 SOAK = SoakPolicy(min_steps=100, min_s=0.5, max_s=8.0, min_ratio=0.9)
@@ -316,3 +320,114 @@ def test_a_restart_command_that_fails_says_so_and_the_fleet_goes_back(made, tmp_
     release = roll(tmp_path, made, replicas, fleet=mixed)
     assert (release.phase, versions(replicas)) == ("reverted", ["1", "1", "1"])
     assert "ended with status 5: no such unit" in release.why
+
+
+def test_an_interrupted_change_that_cannot_prove_itself_is_put_back_and_never_counts_as_done(made, tmp_path, replicas):
+    def killed():
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        roll(tmp_path, made, replicas, name=killed)
+    as_if_interrupted(tmp_path, replicas[1])
+    replicas[1].script.tokens_after_swap = [7, 8, 1]
+    release = roll(tmp_path, made, replicas, policy=with_policy(dead_after_s=0.3))
+    assert (release.phase, versions(replicas)) == ("reverted", ["1", "1", "1"])
+    assert "other greedy tokens than before the change" in release.why
+
+
+def test_a_swap_whose_answer_is_lost_and_whose_weights_stayed_takes_the_others_back(made, tmp_path, replicas):
+    replicas[1].script.breaks_off = replicas[1].script.keeps_weights = True
+    release = roll(tmp_path, made, replicas)
+    assert (release.phase, versions(replicas)[::2]) == ("stopped", ["1", "1"])  # its own stay for good, and it says so
+    assert "the live weights did not change (live-stale)" in release.why
+
+
+def as_if_interrupted(root, replica):
+    """The release under way, as a controller leaves it that dies amid this replica's change."""
+    release = last_release(root)
+    records = [{**one, "state": "changing"} if one["url"] == replica.url else one for one in release.replicas]
+    changed = {"phase": "waves", "replicas": records}
+    commit(root / "releases" / release.derivation_id, release.model_copy(update=changed))
+
+
+def test_a_swap_whose_answer_is_lost_proves_itself_in_the_next_round(made, tmp_path, replicas):
+    replicas[1].script.breaks_off = True
+    release = roll(tmp_path, made, replicas)
+    assert (release.phase, versions(replicas)) == ("converged", ["2", "2", "2"])
+    assert [replica.swaps for replica in replicas] == [[("1", "2")]] * 3
+
+
+def test_a_swap_that_outlasts_its_callers_patience_is_waited_for_and_not_taken_for_a_refusal(made, tmp_path):
+    replicas = start(2, made["1"], swap_s=1.0)
+    hasty = ByEndpoint(TOKEN, PROBE, timeout_s=0.4)
+    urls = static([replica.url for replica in replicas])
+    release = roll(tmp_path, made, replicas, fleet=Fleet(urls, TOKEN, PROBE, in_place=hasty, restart=hasty))
+    assert (release.phase, versions(replicas)) == ("converged", ["2", "2"])
+    assert [replica.swaps for replica in replicas] == [[("1", "2")]] * 2
+    for replica in replicas:
+        replica.close()
+
+
+def test_a_replica_that_somebody_else_swaps_meanwhile_is_looked_at_again(made, tmp_path, replicas):
+    real, once = replicas[1].answer, []
+
+    def answer(path, headers, body):
+        if path == "/slipstream/swap" and not once:
+            once.append(True)
+            replicas[1].swaps += [("1", "9"), ("9", "1")]  # there and back: another epoch of the same version
+        return real(path, headers, body)
+
+    replicas[1].answer = answer
+    release = roll(tmp_path, made, replicas)
+    assert (release.phase, versions(replicas)) == ("converged", ["2", "2", "2"])
+    assert release.replicas[1]["changes"] == 2
+
+
+def test_an_order_of_a_controller_that_was_taken_for_dead_comes_too_late(made, tmp_path, replicas):
+    before = look(Address(replicas[0].url, replicas[0].url), TOKEN)
+    roll(tmp_path, made, replicas)
+    replicas[0].version, replicas[0].folder = "1", made["1"]
+    replicas[0].swaps.append(("2", "1"))
+    with pytest.raises(LookAgainError, match="epoch"):
+        ByEndpoint(TOKEN, PROBE)(replicas[0].url, drafter(made["2"], "2"), before, None)
+    assert replicas[0].version == "1"
+
+
+def test_a_soaks_clock_stands_while_it_is_paused(made, tmp_path, replicas):
+    soak = SoakPolicy(100, 0.6, 9.0, 0.9)
+    rolling = Rolling(tmp_path, made, replicas, policy=with_policy(soak=soak, soak_tick_s=0.02))
+    wait_until(lambda: (last := last_release(tmp_path)) is not None and last.phase == "soak")
+    give_order(tmp_path, "pause")
+    with pytest.raises(AssertionError, match="it never held"):
+        wait_until(lambda: last_release(tmp_path).phase != "soak", timeout_s=1.5)
+    with traffic(replicas):
+        give_order(tmp_path, "resume")
+        release = rolling.end()
+    assert (release.phase, versions(replicas)) == ("converged", ["2", "2", "2"])
+    began_at, last_at, observed_s = (release.soak[name] for name in ("began_at", "last_at", "observed_s"))
+    assert last_at - began_at - observed_s > 1.3
+
+
+def test_who_goes_on_whoever_is_lost_still_restarts_no_replica_while_too_many_are_down(made, tmp_path):
+    restart = {"how": None, "reason": "this engine captures CUDA graphs"}
+    replicas = [ScriptedReplica(made["1"], "1", Script(swap=restart)) for _ in range(2)]
+    replicas[1].script.status_code = 503
+    release = roll(tmp_path, made, replicas, policy=with_policy(turns_back=False, dead_after_s=0.2))
+    assert (release.phase, [one["state"] for one in release.replicas]) == ("converged", ["waiting", "waiting"])
+    assert [replica.swaps for replica in replicas] == [[], []]
+    for replica in replicas:
+        replica.close()
+
+
+def test_a_long_wait_and_every_change_is_told(made, tmp_path, replicas, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "AGAIN_S", 0.1)
+    caplog.set_level("INFO", logger="slipstream")
+    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    with traffic(replicas):
+        roll(tmp_path, made, replicas, policy=with_policy(soak=SOAK, soak_tick_s=0.03))
+    told = [record.getMessage() for record in caplog.records]
+    waits = [line for line in told if "judged after 0.5 s (" in line]
+    assert len(waits) >= 3 and all("steps of 100 in" in line for line in waits)
+    for replica in replicas:
+        assert f"deploy: {replica.url} is changed to version 2" in told
+        assert f"deploy: {replica.url} serves version 2, paused 0.25 s" in told

@@ -20,9 +20,13 @@ from pipeline.render import Renderer
 from pipeline.rendering_check import require_same_rendering
 from pipeline.schemas import PROMPTS
 from pipeline.shards import read_tables
-from serving.deploy import Replica, engine, roll_out, run_probe, status, swap_replica
+from serving.deploy import engine, run_probe, status, swap_replica
 from serving.engine.settings import flags_of
 from serving.errors import DeployError, LaunchError
+from serving.fleet.change import ByEndpoint
+from serving.fleet.controller import Controller, Fleet, Orders
+from serving.fleet.replicas import Drafter, static
+from serving.fleet.rollout import Policy, Rollout
 from serving.launch import VllmServer
 from serving.load import Driver, drive_sync
 from serving.preflight import sha256_file
@@ -165,18 +169,53 @@ def test_a_version_that_fails_its_probe_is_put_back(fleet, monkeypatch):
     assert status(fleet.url, TOKEN)["version"] == "1"
 
 
-def test_a_rollout_that_fails_on_one_replica_puts_the_others_back(fleet):
-    nobody = Replica(f"http://127.0.0.1:{free_port()}", TOKEN)
-    with pytest.raises(DeployError, match="not reachable") as caught:
-        roll_out([Replica(fleet.url, TOKEN), nobody], **order(fleet, "2", "1"))
-    assert "version 1 serves there again" in str(caught.value)
-    assert status(fleet.url, TOKEN)["version"] == "1"
+class Written:
+    """A ledger in memory."""
+
+    def __init__(self):
+        self.saved = []
+
+    def save(self, rollout):
+        json.dumps(rollout.as_dict())
+        self.saved.append(rollout)
+
+    def orders(self):
+        return Orders()
 
 
-def test_a_rollout_swaps_every_replica(fleet):
-    (outcome,) = roll_out([Replica(fleet.url, TOKEN)], **order(fleet, "2", "1"))
-    assert json.loads(json.dumps(outcome.as_dict()))["version"] == "2"
-    roll_out([Replica(fleet.url, TOKEN)], **order(fleet, "1", "2"))
+def rolled_out(fleet, urls, version, base, **policy):
+    """The end of a rollout over these replicas, as `slipstream deploy` drives it, and all its states."""
+    target, old = (
+        Drafter(one, str(fleet.folders[one]), sha256_file(fleet.folders[one] / "model.safetensors"))
+        for one in (version, base)
+    )
+    probe, ledger = prompts("target", count=2, max_tokens=16), Written()
+    way = ByEndpoint(TOKEN, probe, timeout_s=120)
+    replicas = Fleet(static(urls), TOKEN, probe, in_place=way, restart=way)
+    policy = Policy(tick_s=0.05, dead_after_s=0.5, **policy)
+    return Controller(replicas, ledger, policy=policy, name=lambda: None).run(Rollout(target, old)), ledger.saved
+
+
+def test_a_rollout_that_loses_a_replica_puts_the_others_back(fleet):
+    nobody = f"http://127.0.0.1:{free_port()}"
+    ended, saved = rolled_out(fleet, [fleet.url, nobody], "2", "1", max_unavailable=2)
+    assert (ended.phase, "not reachable" in ended.why) == ("stopped", True)
+    assert [one.state for one in ended.replicas] == ["serving", "waiting"]
+    there_and_back = [
+        state.goal(state.replicas[0]).version
+        for state in saved
+        if state.replicas and state.replicas[0].state == "changing"
+    ]
+    assert there_and_back == ["2", "1"] and status(fleet.url, TOKEN)["version"] == "1"
+
+
+def test_a_rollout_swaps_the_engine_and_tells_what_it_cost(fleet):
+    ended, _ = rolled_out(fleet, [fleet.url], "2", "1")
+    (record,) = ended.replicas
+    assert (ended.phase, record.version, record.change["changed_outputs"]) == ("converged", "2", 0)
+    assert record.change["pause_s"] > 0 and record.counts.num_drafts > 0
+    assert status(fleet.url, TOKEN)["version"] == "2"
+    assert rolled_out(fleet, [fleet.url], "1", "2")[0].phase == "converged"
 
 
 def test_replies_carry_exact_ids_and_the_engines_counts_streamed_or_whole(fleet):
