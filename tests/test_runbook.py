@@ -110,7 +110,7 @@ TABLES = {
 def settings():
     for page, text in PAGES.items():
         for table, key in re.findall(rf"(?<![\w./-])({'|'.join(TABLES)})\.([a-z_]+)\b(?![./(])", text):
-            if key not in ("py", "yaml") and not (CHECKOUT / table / key).exists():  # a file, a package
+            if key not in ("py", "md", "yaml") and not (CHECKOUT / table / key).exists():  # a file, a package
                 yield page, table, key
         yield from ((page, table, None) for table in re.findall(r"`\[([a-z]+)\]`", text))
 
