@@ -6,10 +6,11 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from jobs import worker_log
+from pipeline.artifacts import write_durably
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError, Declined, SlipstreamError, StageError
 from pipeline.lease import RUN, stage_of_a_run
@@ -18,6 +19,8 @@ logger = logging.getLogger("slipstream")
 
 DECLINED = 3
 """Exit status of a command whose answer is no, and nothing is wrong."""
+WORKLOAD = "workload"
+"""The file under a root that says whose it is."""
 
 # Nothing is reported to anyone, and a local Ray listens on loopback alone.
 _QUIET = {
@@ -148,12 +151,31 @@ def job_main(
         if arguments.dry_run:
             print(config.model_dump_json(indent=1))
             return
-        with _as_a_stage(config) if needs_ray else nullcontext():
+        with _root_of_one_workload(config), _as_a_stage(config) if needs_ray else nullcontext():
             run(config, arguments)
     except SlipstreamError as error:
         error = getattr(error, "cause", None) or error  # what was raised in a Ray task, without Ray's traceback
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(DECLINED if isinstance(error, Declined) else 1)
+
+
+@contextmanager
+def _root_of_one_workload(config: Config) -> Iterator[None]:
+    """Two files that name one root by mistake would train one workload's drafter from the other's.
+
+    Raises: ConfigError when another workload works there.
+    """
+    path = config.root / WORKLOAD
+    found = path.read_text() if path.exists() else None
+    if found not in (None, config.workload):
+        raise ConfigError(
+            f"{config.root}: the root of workload {found}, not of {config.workload}: nothing may leak between them. "
+            "Set another root, or the same workload"
+        )
+    yield
+    if found is None and config.root.exists():
+        with suppress(OSError):  # a disk that is only read
+            write_durably(path, config.workload.encode())
 
 
 @contextmanager

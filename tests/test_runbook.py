@@ -110,7 +110,7 @@ TABLES = {
 def settings():
     for page, text in PAGES.items():
         for table, key in re.findall(rf"(?<![\w./-])({'|'.join(TABLES)})\.([a-z_]+)\b(?![./(])", text):
-            if key not in ("py", "yaml") and not (CHECKOUT / table / key).exists():  # a file, a package
+            if key not in ("py", "md", "yaml") and not (CHECKOUT / table / key).exists():  # a file, a package
                 yield page, table, key
         yield from ((page, table, None) for table in re.findall(r"`\[([a-z]+)\]`", text))
 
@@ -189,6 +189,16 @@ def test_all_pods_that_share_the_storage_run_as_one_user_since_logs_are_their_ow
     assert len(sharing) == 9 and users == {(1000, 1000)}
     for path in (INFRA / "containers" / f"Containerfile.{name}" for name in ("cpu", "gpu")):
         assert "--uid 1000 slipstream" in path.read_text()
+
+
+def test_nothing_is_named_twice_in_a_pod():
+    for path in (INFRA / "kubernetes").glob("*.yaml"):
+        for pod in pods(list(yaml.safe_load_all(path.read_text()))):
+            for named in (pod.get("volumes", []), *(one.get("env", []) for one in pod["containers"])):
+                names = [one["name"] for one in named]
+                assert len(names) == len(set(names)), path
+            mounted = {mount["name"] for one in pod["containers"] for mount in one.get("volumeMounts", ())}
+            assert mounted == {volume["name"] for volume in pod.get("volumes", ())}, path
 
 
 def test_whoever_reaches_a_ray_cluster_needs_its_token():

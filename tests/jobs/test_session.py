@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import session
 from jobs.session import ray_session
 from pipeline.errors import ConfigError
 
@@ -70,3 +71,22 @@ def test_an_address_for_submitting_jobs_is_not_taken_for_a_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="RAY_API_SERVER_ADDRESS"), ray_session():
         pass
+
+
+def test_a_root_is_one_workloads_whoever_names_it(tmp_path, capsys):
+    (tmp_path / "s.toml").write_text(f'workload = "mails"\nroot = "{tmp_path}/root"\ntarget.model = "m"\n')
+    ran = []
+
+    def job(*more):
+        argv = ["--config", str(tmp_path / "s.toml"), *more]
+        session.job_main("a job", lambda config, _: ran.append(config.workload), argv=argv, needs_ray=False)
+
+    job("--set", "workload=code")  # there is no root yet, and none is made
+    (tmp_path / "root").mkdir()
+    job()
+    job()
+    with pytest.raises(SystemExit):
+        job("--set", "workload=code")
+    assert ran == ["code", "mails", "mails"]
+    assert "the root of workload mails, not of code" in capsys.readouterr().err
+    job("--set", "workload=code", "--set", f"root={tmp_path}/other")
