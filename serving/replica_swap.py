@@ -1,6 +1,6 @@
 """One swap on one replica, from the check to the open door; whatever goes wrong, the old drafter serves afterwards.
 
-1. check: version and epoch, hashes, shapes, the configuration, with the engine untouched
+1. check: version and epoch, hashes, shapes, the configuration, here and on every worker, while the engine goes on
 2. the probe prompts, with the old drafter
 3. close the door: new requests wait in front of the engine
 4. pause (keep) or drain, swap on every worker, resume
@@ -85,6 +85,7 @@ class ReplicaSwap:
         folder = await self._check.folder(order, before["version"])
         if how == "restart":
             return self._restart.order(KeptDrafter(str(folder), order.version, order.sha256), before)
+        await self._require_checked(folder, order, before)
         try:
             probes = probe_ids(self._state.engine_client, DEFAULT if order.probe is None else order.probe)
             earlier = await run_probes(self._state.engine_client, probes, timeout_s=self._timeout_s)
@@ -99,6 +100,17 @@ class ReplicaSwap:
         finally:
             closed_s = self._door.open()
         return {**found, "closed_s": round(closed_s, 4)}
+
+    async def _require_checked(self, folder: Path, order: SwapOrder, before: dict[str, Any]) -> None:
+        """The workers read the files too, while they serve: the pause is for loading them alone. Raises: Refusal."""
+        try:
+            workers = await self._calls.check(str(folder), order.sha256)
+        except ServingError as error:
+            if isinstance(error, EngineLost) and not isinstance(error, EngineLate):
+                self._restart.lose(before, str(error))
+            raise Refusal(503, str(error), version=before["version"])
+        if problem := "; ".join(f"worker {w['rank']}: {w['reason']}" for w in workers if w["status"] != "ok"):
+            raise Refusal(409, problem, version=before["version"], workers=workers)
 
     async def _behind_closed_door(
         self,

@@ -256,3 +256,18 @@ def test_a_check_that_takes_too_long_is_given_up_with_the_engine_untouched(serve
     reply = ask(slow, *SWAP, body=order(slow))
     assert (reply.status_code, reply.json()["code"]) == (503, "slow")
     assert steps(slow) == []
+
+
+def test_the_workers_read_the_files_before_the_door_closes_and_may_refuse_them(served):
+    served.engine.checks = ["running", "running", "refused"]
+    reply = ask(served, *SWAP, body=order(served))
+    assert reply.status_code == 409 and "sha256" in reply.json()["reason"]
+    assert steps(served) == [] and served.engine.calls.count("slipstream_check") == 3
+
+
+def test_workers_that_read_for_too_long_are_not_waited_for(served, monkeypatch, drafters):
+    monkeypatch.setenv("SLIPSTREAM_SWAP_TIMEOUT_S", "0.5")
+    slow = build(drafters)
+    slow.engine.checks = ["running"] * 1000
+    assert ask(slow, *SWAP, body=order(slow)).status_code == 503
+    assert steps(slow) == [] and slow.endpoint.door.state == "open"
