@@ -23,6 +23,7 @@ from jobs.ledger import give_order, unfinished
 from jobs.registry import PASSED, WHY, Registry
 from jobs.rollout import RECONCILE, begin, drafter_of, go_on
 from jobs.session import job_main
+from pipeline import lease
 from pipeline.artifacts import DrafterCheckpoint, Release, artifact_dir, find
 from pipeline.config import Config
 from pipeline.errors import ConfigError, StageError
@@ -196,8 +197,11 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         if release is None:
             print("every replica serves the champion")
             return
+    elif asked:
+        release = rollback(config)
     else:
-        release = rollback(config) if asked else run(config, arguments.version)
+        with lease.kept(config.root, seconds=60 * config.retrain.lease_minutes):
+            release = run(config, arguments.version)
     if release.phase != "converged":
         print(f"release {release.derivation_id} was put back, version {release.previous} serves: {release.why}")
         return

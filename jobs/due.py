@@ -37,18 +37,29 @@ def begin(config: Config, run_id: str, *, seconds: float, with_process: bool = F
     """The answer and, where it is yes, the run on record with the lease for so many seconds.
 
     ``with_process``: the lease ends with this process. ``now``: begin although nothing asks for it. A run that has
-    begun already is due, so that a task which is tried again finds what it did.
+    begun already and is not through is due, so that a task which is tried again goes on with it.
 
     Raises: StageError when it is another run's turn.
     """
-    held = lease.holder(config.root)
-    if held is not None and held.run == run_id:
-        lease.renew(config.root, run_id, seconds=seconds)
-        return Due(due=True, reasons=("begun: this run has begun already",))
-    answer = due.run(config)
-    if not (answer.due or now):
+    if retrainings.goes_on(retrainings.on_record(config.root), run_id):
+        answer = Due(due=True, reasons=("begun: this run has begun already",))
+    elif not ((answer := due.run(config, asked_by=run_id)).due or now):
         return answer
     lease.take(config.root, run_id, seconds=seconds, with_process=with_process)
+    try:
+        return _begun(config, run_id, answer, now=now)
+    except BaseException:
+        lease.release(config.root, run_id)
+        raise
+
+
+def _begun(config: Config, run_id: str, answer: Due, *, now: bool) -> Due:
+    """The answer, and the run on record where it still is yes, now that nobody else can begin one."""
+    if not retrainings.goes_on(retrainings.on_record(config.root), run_id):
+        answer = due.run(config, asked_by=run_id)
+        if not (answer.due or now):
+            lease.release(config.root, run_id)
+            return answer
     logs = {name: stored.size_bytes for name, stored in stored_logs(config.collect.sources).items()}
     reasons = answer.reasons if answer.due else ("asked: begun by hand", *answer.reasons)
     retrainings.begin(config.root, run_id, now=time.time(), reasons=reasons, alarms=answer.alarms, sources=logs)
@@ -56,9 +67,9 @@ def begin(config: Config, run_id: str, *, seconds: float, with_process: bool = F
     return answer.model_copy(update={"due": True, "reasons": reasons})
 
 
-def end(config: Config, run_id: str) -> Retraining | None:
+def end(config: Config, run_id: str, *, failed: bool = False) -> Retraining | None:
     """What came of a run, on record; its lease is anybody's again. None where it never began."""
-    record = retrainings.end(config.root, run_id, now=time.time())
+    record = retrainings.end(config.root, run_id, now=time.time(), failed=failed)
     lease.release(config.root, run_id)
     return record
 

@@ -19,7 +19,7 @@ from jobs.model_card import lift_of
 from jobs.registry import FAILED, PASSED, PENDING, AliasMoved, Registry, data_tags
 from jobs.session import job_main
 from jobs.speed_report import speed_of
-from pipeline import gate
+from pipeline import gate, lease
 from pipeline.artifacts import AcceptanceReport, DrafterCheckpoint, GateDecision, verify
 from pipeline.config import Config
 from pipeline.errors import ConfigError, Declined, SchemaError, StageError
@@ -180,11 +180,12 @@ def _measure_again(registry: Registry, model: str, version: str, judged: Judged)
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Judge the current report by the configured policy, which costs seconds, and promote the challenger by that."""
-    challenger = current(config.root, "challenger", DrafterCheckpoint)
-    speed = speed_of(config, challenger)
-    decision = gate.run(config, current(config.root, "report", AcceptanceReport), speed=speed)
-    set_current(config.root, "decision", decision)
-    version = run(config, decision, challenger, instead_of=arguments.instead_of)
+    with lease.kept(config.root, seconds=60 * config.retrain.lease_minutes):
+        challenger = current(config.root, "challenger", DrafterCheckpoint)
+        speed = speed_of(config, challenger)
+        decision = gate.run(config, current(config.root, "report", AcceptanceReport), speed=speed)
+        set_current(config.root, "decision", decision)
+        version = run(config, decision, challenger, instead_of=arguments.instead_of)
     print(f"{config.model_name} version {version} is approved; `slipstream deploy` serves it")
 
 

@@ -4,13 +4,16 @@ python jobs/retire.py --config slipstream.toml --list         what would be reti
 python jobs/retire.py --config slipstream.toml
 
 A target's fingerprint (config.json, tokenizer, chat template, weights, dtype) tells: a new revision of a model is
-another target, whatever its folder is called. Retired versions can be deployed, and rolled back to, no more; their
-files stay in MLflow. Prompts stay, and are answered again by the new target.
+another target, whatever its folder is called; where that changed, so has the model's name in MLflow, and versions of
+all names that were served from this root are looked at. Retired versions can be deployed, and rolled back to, no more;
+their files stay in MLflow. Prompts stay, and are answered again by the new target.
 """
 
 import argparse
 import logging
+import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +26,8 @@ from jobs.session import job_main
 from pipeline import artifacts, lease, stages
 from pipeline.artifacts import MANIFEST, DrafterCheckpoint, HiddenStateCache, artifact_dir, find
 from pipeline.config import Config
-from pipeline.disk import remove_cache
-from pipeline.errors import SchemaError
+from pipeline.disk import QUEUE, remove_cache
+from pipeline.errors import SchemaError, StageError
 from pipeline.fingerprint import fingerprint_id, target_fingerprint
 
 logger = logging.getLogger("slipstream")
@@ -48,6 +51,7 @@ class Retired:
     target: str
     """Fingerprint id of the target that stays."""
     versions: tuple[str, ...]
+    """Of the configured model their numbers, of others "MODEL N"."""
     caches: tuple[str, ...]
     in_use: tuple[str, ...]
     """Caches that another process reads: to be removed by the next call."""
@@ -71,19 +75,22 @@ def run(config: Config, *, only_list: bool = False) -> Retired:
 
     Raises: ConfigError when the target is not there; StageError while a run is under way.
     """
-    lease.require_turn(config.root)
     present = target_fingerprint(config.target.model, dtype=config.target.dtype, target_layer_ids=())
     target = fingerprint_id(present)
-    names = _names(config.root, target)
-    versions = _versions(config, target)
-    caches = [folder for folder in _caches(config.root, target)]
-    removed = [folder.name for folder in caches]
-    if not only_list:
-        _retire_versions(config, versions, target)
-        stages.forget_current(config.root, names)
-        removed = [folder.name for folder in caches if remove_cache(folder, f"of another target than {target}")]
-    in_use = [folder.name for folder in caches if folder.name not in removed]
-    return Retired(target, tuple(one.number for one in versions), tuple(removed), tuple(in_use), tuple(names))
+    with nullcontext() if only_list else lease.turn(config.root):
+        names, versions = _names(config.root, target), _versions(config, target)
+        # Until a new champion is there, whatever was interrupted was begun with the old one.
+        interrupted = _interrupted(config.root) if "champion" in names else []
+        caches = _caches(config.root, target)
+        removed = [folder.name for folder in (*interrupted, *caches)]
+        if not only_list:  # in an order in which a call that is killed leaves what tells the next one
+            removed = _removed(interrupted, target)
+            _retire_versions(config, versions, target)
+            stages.forget_current(config.root, names)
+            removed += _removed(caches, target)
+    in_use = tuple(folder.name for folder in (*interrupted, *caches) if folder.name not in removed)
+    told = tuple(one.number if model == config.model_name else f"{model} {one.number}" for model, one in versions)
+    return Retired(target, told, tuple(removed), in_use, tuple(names))
 
 
 def _names(root: Path, target: str) -> list[str]:
@@ -100,6 +107,28 @@ def _caches(root: Path, target: str) -> list[Path]:
     return [folder for folder in folders if _is_of_another(folder, HiddenStateCache, target)]
 
 
+def _interrupted(root: Path) -> list[Path]:
+    """States that are half done, and the queues of streams: nobody can tell what they are of, nor goes on with them."""
+    caches = [path for path in (Path(root) / HiddenStateCache.kind).glob("*") if not (path / MANIFEST).exists()]
+    found = [*caches, *(Path(root) / QUEUE).glob("*")]
+    return sorted(path for path in found if path.is_dir() and path.name[0] != ".")
+
+
+def _removed(folders: list[Path], target: str) -> list[str]:
+    return [folder.name for folder in folders if _remove(folder, f"of another target than {target}")]
+
+
+def _remove(folder: Path, why: str) -> bool:
+    if folder.parent.name == HiddenStateCache.kind:
+        return remove_cache(folder, why)
+    try:
+        with stages.exclusive(folder, "retire"):
+            shutil.rmtree(folder)
+    except StageError:
+        return False
+    return True
+
+
 def _is_of_another(folder: Path, kind: type[artifacts.Manifest], target: str) -> bool:
     try:
         manifest = find(folder, kind)
@@ -110,22 +139,25 @@ def _is_of_another(folder: Path, kind: type[artifacts.Manifest], target: str) ->
     return made_for is not None and fingerprint_id(made_for) != target
 
 
-def _versions(config: Config, target: str) -> list[Version]:
-    """The versions of another target that are not retired yet."""
+def _versions(config: Config, target: str) -> list[tuple[str, Version]]:
+    """Model → version, of those of another target that are not retired yet."""
     if nothing_registered(config):
         return []
     registry = Registry(config.promote.tracking_uri, config.root)
-    versions = [one for one in registry.versions(config.model_name) if one.state != RETIRED]
-    return [one for one in versions if one.target is not None and one.target != target]
+    served = {path.name for path in (Path(config.root) / "versions").glob("*") if path.is_dir()}
+    found = [(model, one) for model in sorted({config.model_name, *served}) for one in registry.versions(model)]
+    return [
+        (model, one) for model, one in found if one.state != RETIRED and one.target is not None and one.target != target
+    ]
 
 
-def _retire_versions(config: Config, versions: list[Version], target: str) -> None:
+def _retire_versions(config: Config, versions: list[tuple[str, Version]], target: str) -> None:
     if not versions:
         return
     registry = Registry(config.promote.tracking_uri, config.root)
-    for one in versions:
+    for model, one in versions:
         reason = f"made for target {one.target}, and {target} is served now"
-        registry.set_state(config.model_name, one.number, RETIRED, reason=reason)
+        registry.set_state(model, one.number, RETIRED, reason=reason)
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

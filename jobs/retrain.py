@@ -5,7 +5,7 @@ python jobs/retrain.py --config slipstream.toml --now    although nothing asks f
 ray job submit --working-dir . -- python jobs/retrain.py --config slipstream.toml
 
 Ends with one line of JSON; exit status 0 where nothing is wrong: a new champion, a challenger that the gate did not let
-through, or nothing due.
+through, or nothing due. 1 where a run failed, and until the next one begins.
 """
 
 import argparse
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from jobs import due
 from jobs.session import DECLINED, job_main
-from pipeline import lease
+from pipeline import lease, retrainings
 from pipeline.config import Config
 from pipeline.due import Due
 from pipeline.errors import StageError
@@ -44,30 +44,45 @@ def run(config: Config, loop: Sequence[str], *, now: bool = False, pause_s: floa
     """What came of a run of ``loop``, the command of the loop; or why none is due.
 
     The loop is a process of its own: one that hangs is ended after retrain.timeout_hours, one that failed or was
-    killed is tried again, retrain.tries times in all, and goes on from what is complete.
+    killed is tried again, retrain.tries times in all, and goes on from what is complete. Where this process is ended
+    itself, the run stays on record as killed, and the next one goes on with it.
 
-    Raises: StageError when the last try failed, or it is another run's turn.
+    Raises: StageError when the last try failed, also for as long as the next run waits after that; or when it is
+    another run's turn.
     """
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
     lease.outlive(config.root)  # a killed pod's lease has not run out yet when the job is tried again elsewhere
     answer = due.begin(config, run_id, seconds=lease.RENEWED_S, with_process=True, now=now)
     if not answer.due:
+        _require_no_failure(config, answer)
         logger.info("retrain: nothing is due: %s", answer.waits or "nothing asks for it")
         return answer
     os.environ[lease.RUN] = run_id
     try:
         with lease.turn(config.root):
             status = _tried(config, loop, pause_s)
+    except BaseException:
+        lease.release(config.root, run_id)
+        raise
     finally:
         del os.environ[lease.RUN]
-        record = due.end(config, run_id)
-    if status not in (0, DECLINED):
+    has_failed = status not in (0, DECLINED)
+    record = due.end(config, run_id, failed=has_failed)
+    if has_failed:
         raise StageError(
             f"retrain: run {run_id} failed in {config.retrain.tries} tries (exit status {status}; its log says why). "
             "What is complete is used by the next one"
         )
     assert record is not None
     return record
+
+
+def _require_no_failure(config: Config, answer: Due) -> None:
+    """Raises: StageError where a run is asked for and waits because the last one failed: a scheduler whose own next try
+    this is would otherwise call that a success."""
+    last = next(reversed(retrainings.on_record(config.root)), None)
+    if answer.reasons and last is not None and last.outcome == "failed":
+        raise StageError(f"retrain: run {last.run} failed, and the next waits: {answer.waits}. Sooner: --now")
 
 
 def _tried(config: Config, loop: Sequence[str], pause_s: float) -> int:

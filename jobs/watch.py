@@ -9,8 +9,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from jobs.session import job_main
 from jobs.watch_look import ALARMS, FOLDER, PAGE, TAKEN, Watch, read_taken
 from pipeline.artifacts import write_durably
 from pipeline.config import Config
-from pipeline.errors import ConfigError, StageError
+from pipeline.errors import ConfigError, SlipstreamError, StageError
 from pipeline.stages import exclusive
 from serving.monitor.gauges import Endpoint
 
@@ -92,10 +92,9 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
                 raise
             body = _of_another(config.root / FOLDER)
         else:
-            watch = Watch(config)
             if not arguments.once:
-                _go_on(watch)
-            body = watch.look()
+                _go_on(config)
+            body = Watch(config).look()
     print(json.dumps(body, indent=1))
     if body["firing"]:
         raise SystemExit(FIRING)
@@ -110,19 +109,22 @@ def _of_another(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _go_on(watch: Watch) -> NoReturn:
+def _go_on(config: Config) -> NoReturn:
     """Look after look; a line a minute, and one for every alarm."""
-    settings, said, told = watch.settings, 0.0, set[str]()
-    endpoint = Endpoint(settings.listen, lambda: watch.text) if settings.listen else nullcontext()
-    body = watch.look()  # what is wrong from the beginning ends it; what goes wrong later is tried again
-    with endpoint:
+    settings, said, told, text = config.watch, 0.0, set[str](), b""
+    watch: Watch | None = Watch(config)
+    with _endpoint(settings.listen, lambda: text):
+        body = watch.look()  # what is wrong from the beginning ends it; what goes wrong later is tried again
         logger.info("watch: the page is %s", watch.folder / PAGE)
         while True:
             started = time.monotonic()
             try:
-                body = watch.look()
-            except (ConfigError, StageError) as error:
+                watch = watch or Watch(config)
+                body, text = watch.look(), watch.text
+            except (SlipstreamError, OSError) as error:  # a full disk too
                 logger.warning("watch: %s; the next look tries again", error)
+                watch = None  # what it holds may be half of a look: the next one begins with what is on disk
+            told &= {one["id"] for one in body["alarms"]}
             new = [one for one in body["alarms"] if one["fires"] and one["id"] not in told]
             if new or time.monotonic() - said >= 60:
                 said = time.monotonic()
@@ -131,6 +133,16 @@ def _go_on(watch: Watch) -> NoReturn:
                 logger.warning("watch: %s: %s", one["id"], one["message"])
                 told.add(one["id"])
             time.sleep(max(0.0, settings.every_s - (time.monotonic() - started)))
+
+
+def _endpoint(listen: str | None, text: Callable[[], bytes]) -> AbstractContextManager:
+    """Serves the metrics. Raises: ConfigError where that address cannot be had."""
+    if listen is None:
+        return nullcontext()
+    try:
+        return Endpoint(listen, text)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"watch.listen = {listen}: cannot listen there ({error}); give a free host:port")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

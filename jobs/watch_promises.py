@@ -20,7 +20,7 @@ _PAUSE_S = 600.0
 
 
 class Promises:
-    """Asks MLflow and the run root once a version; again after some minutes where they gave no answer."""
+    """Asks MLflow and the run root, and every few minutes again: a speed is measured later, a champion moves."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -30,9 +30,13 @@ class Promises:
 
     def of(self, versions: Iterable[str]) -> dict[str, Promise]:
         """Version → its promise, of those that were measured here."""
+        made = {}
         for version in versions:
             self._look_up(version)
-        return dict(self._made)
+            if version in self._made:
+                made[version] = self._made[version]
+        self._made = made
+        return made
 
     def points(self, version: str | None) -> Sequence[Point]:
         """Where the version's speculation pays, as far as `slipstream speed` measured it."""
@@ -44,7 +48,7 @@ class Promises:
         now = time.monotonic()
         if now < self._ask_again.get(version, -math.inf):
             return
-        self._ask_again[version] = math.inf
+        self._ask_again[version] = now + _PAUSE_S
         try:
             if (derivation := self._derivation(version)) is None:
                 return
@@ -53,7 +57,6 @@ class Promises:
             self._points[version] = _points(self._config, derivation)
         except Exception as error:  # whatever MLflow raises: the watch goes on, what is expected it learns from traffic
             logger.warning("watch: nothing is known of drafter version %s (%s)", version, error)
-            self._ask_again[version] = now + _PAUSE_S
 
     def _derivation(self, version: str) -> str | None:
         """The derivation id of a version by its label, a number or that id; the champion's where records have none."""

@@ -13,9 +13,10 @@ from pipeline.watch.pays import Load
 from serving.monitor.counters import Counted, Counters, between
 
 FILE = "replicas.json"
-VERSION = 1
+VERSION = 2
 KEEP_HOURS = 72
-_SUMS = ("seconds", "num_drafts", "num_accepted_tokens", "num_tokens", "num_requests", "step_s", "num_steps")
+_STEPS = ("step_s", "num_steps", "num_iterations")
+_SUMS = ("seconds", "num_drafts", "num_accepted_tokens", "num_tokens", "num_requests", *_STEPS)
 _GAUGE = ("running", "busy_looks")
 _MIN_LOOKS = 12  # of an hour: with fewer, the mean of a gauge says less than the sum of the steps' times
 _SPREAD = 0.5  # of accepted drafts between requests, relative: assumed where no record says it
@@ -44,6 +45,7 @@ class Replicas:
                 self._add(url, one, counted)
             self.last[url] = one
         self.last = {url: one for url, one in self.last.items() if url in found}
+        self.restarts = {url: count for url, count in self.restarts.items() if url in found}
 
     def _add(self, url: str, now: Counters, counted: Counted) -> None:
         start = int(now.at // HOUR_S) * HOUR_S
@@ -54,30 +56,33 @@ class Replicas:
             sums["running"], sums["busy_looks"] = sums["running"] + now.running, sums["busy_looks"] + 1
         if counted.restarted:
             self.restarts[url] = self.restarts.get(url, 0) + 1
-        self.hours = {key: one for key, one in self.hours.items() if key[0] > start - KEEP_HOURS * HOUR_S}
+        self.hours = {key: one for key, one in self.hours.items() if abs(start - key[0]) < KEEP_HOURS * HOUR_S}
 
     def loads(self) -> list[Load]:
         """The hours of every replica."""
         return [_load(url, start, sums) for (start, url), sums in sorted(self.hours.items())]
 
-    def hours_until(self, until: int) -> list[Hour]:
-        """The hours that end by then as hours of the watch, a cell a replica: what is watched where no record is read.
+    def hours_until(self, until: int, version: str, *, apart: bool) -> list[Hour]:
+        """The hours that end by then as hours of the watch: what is watched where no record is read.
 
-        Counters know no request, so the spread between requests is assumed.
+        A cell a replica; one for all where they are not ``apart``, since pods have another name each time. Counters
+        know no request, so the spread between requests is assumed.
         """
         starts = sorted({start for start, _ in self.hours if start + HOUR_S <= until})
-        return [hour for start in starts if (hour := self._hour(start)) is not None]
+        return [hour for start in starts if (hour := self._hour(start, version, apart)) is not None]
 
-    def _hour(self, start: int) -> Hour | None:
+    def _hour(self, start: int, version: str, apart: bool) -> Hour | None:
         import numpy as np
 
         own = {url: sums for (at, url), sums in self.hours.items() if at == start and sums["num_drafts"]}
         if not own:
             return None
-        cells: list[Cell] = [(url,) for url in own]
+        cells: list[Cell] = [(url if apart else "any",) for url in own]
         rows = np.array([[s["num_requests"], s["num_drafts"], s["num_accepted_tokens"]] for s in own.values()])
         order = np.arange(len(own))
-        plain = hour_of_arrays(start, "unknown", ("replica",), order, order, rows, cells=cells)
+        kinds = list(dict.fromkeys(cells))
+        kind = np.array([kinds.index(cell) for cell in cells])
+        plain = hour_of_arrays(start, version, ("replica",), order, kind, rows, cells=kinds)
         spread = {name: _assumed(*sums) for name, sums in plain.slices.items()}
         return Hour(start, plain.version, plain.dimensions, plain.cells, spread)
 
@@ -128,10 +133,16 @@ def _load(url: str, start: int, sums: Sums) -> Load:
 
 
 def _running(sums: Sums) -> float:
-    """Requests at a time: the mean of what looks saw, or by Little's law of the time that requests spent in steps."""
+    """Requests at a time while there were any: the mean of what looks saw.
+
+    With few looks, the larger of two figures that are never too high: by Little's law of the time that requests spent
+    in steps, which counts idle time; and requests in a step of the engine, which counts prefills as steps, and a step
+    once for each API server process.
+    """
     if sums["busy_looks"] >= _MIN_LOOKS:
         return sums["running"] / sums["busy_looks"]
-    return sums["step_s"] / sums["seconds"] if sums["seconds"] else 0.0
+    by_time = sums["step_s"] / sums["seconds"] if sums["seconds"] else 0.0
+    return max(by_time, sums["num_steps"] / sums["num_iterations"] if sums["num_iterations"] else 0.0)
 
 
 def _assumed(requests: float, drafts: float, accepted: float) -> tuple[float, float, float, float]:

@@ -176,6 +176,14 @@ class CollectConfig(Frozen):
     max_reject_share: float = Field(0.2, ge=0, le=1)
     """A larger share of rejected records, of those that policy does not leave out, stops the stage."""
 
+    def left_out(self, tenant: object) -> str | None:
+        """Why nothing is taken of this tenant's record, of whatever type a log has it; None where it may be."""
+        if tenant in self.zero_retention:
+            return "zero_retention"
+        if (self.tenants and tenant not in self.tenants) or tenant in self.except_tenants:
+            return "other_tenant"
+        return None
+
 
 class RetentionConfig(Frozen):
     """How long requests are kept, and what becomes of drafters that learned from one that is erased."""

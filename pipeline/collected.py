@@ -117,26 +117,12 @@ class Reading:
         return _redactor(settings, self.key).redact(body, conversation_of(body))
 
     def _require_allowed(self, record: Record) -> None:
-        body, settings = record.body, self.settings
-        if settings.consent == "recorded" and body.get("consent") != "recorded":
-            raise Rejected("no_consent")
-        tenant = body.get("tenant")
-        if tenant in settings.zero_retention:
-            raise Rejected("zero_retention")
-        if (settings.tenants and tenant not in settings.tenants) or tenant in settings.except_tenants:
-            raise Rejected("other_tenant")
-        if self.expires_before is not None:
-            if record.ts is None:
-                raise Rejected("cannot_expire")
-            if record.ts < self.expires_before:
-                raise Rejected("expired")
-        if settings.served_models and body.get("model") not in settings.served_models:
-            raise Rejected("unsupported_adapter")
+        require_allowed(record, self.settings, expires_before=self.expires_before)
         ts = None if self.window.is_open_ended else record.time()
         place = self.window.place(ts, source=record.file, offset=record.offset)
         if place != "in":
             raise Rejected(_PLACES[place])
-        if (named := named_subject(body)) and self.key.hash("conversation", named) in self.erased:
+        if (named := named_subject(record.body)) and self.key.hash("conversation", named) in self.erased:
             raise Rejected("erased_subject")
 
     def _reject(self, record: Record | Unreadable, reason: str) -> dict[str, Any]:
@@ -191,6 +177,22 @@ class Reading:
             "served_finish_reason": served and served.finish_reason,
             "served_by": served and served.target,
         }
+
+
+def require_allowed(record: Record, settings: CollectConfig, *, expires_before: float | None) -> None:
+    """Raises: Rejected for a record that policy leaves out, whatever is asked in it."""
+    body = record.body
+    if settings.consent == "recorded" and body.get("consent") != "recorded":
+        raise Rejected("no_consent")
+    if (reason := settings.left_out(body.get("tenant"))) is not None:
+        raise Rejected(reason)
+    if expires_before is not None:
+        if record.ts is None:
+            raise Rejected("cannot_expire")
+        if record.ts < expires_before:
+            raise Rejected("expired")
+    if settings.served_models and body.get("model") not in settings.served_models:
+        raise Rejected("unsupported_adapter")
 
 
 def bucket_of(rank: str) -> int:

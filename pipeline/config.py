@@ -339,7 +339,8 @@ class Config(Frozen):
     root: Path = Path("runs/default")
     """Where artifacts go; absolute when the job runs from a Ray working directory."""
     split_key_env: str = "SLIPSTREAM_SPLIT_KEY"
-    """Environment variable with the key of the split hash. Unset, a key file is made under the root, mode 0600."""
+    """Environment variable with the key of the split hash. Unset, a key file is made under the root, mode 0600. A
+    group's name is appended: groups have different keys."""
     target: TargetConfig
     drafter: DrafterConfig = DrafterConfig()
     init: InitConfig = InitConfig()
@@ -388,7 +389,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, group: str | None 
         raise ConfigError(f"{path}: no such config file; give one with --config, infra/slipstream.toml is a model")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}")
-    return resolve(of_group(data, group, where=str(path)), overrides, where=str(path), base=path.resolve().parent)
+    base = path.resolve().parent
+    return resolve(of_group(data, group, where=str(path), base=base), overrides, where=str(path), base=base)
 
 
 def resolve(data: dict[str, Any], overrides: Sequence[str] = (), *, where: str, base: Path) -> Config:

@@ -5,6 +5,7 @@ A listing of the logs tells; of one of them the first MiB is read.
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import takewhile
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
@@ -68,8 +69,8 @@ class Due(Frozen):
     """When the last retraining that came to a verdict began."""
 
 
-def run(config: Config, *, now: datetime | None = None) -> Due:
-    """Whether a retraining is due under this root. Nothing is written.
+def run(config: Config, *, now: datetime | None = None, asked_by: str | None = None) -> Due:
+    """Whether a retraining is due under this root. Nothing is written. ``asked_by``: a run that has the lease already.
 
     Raises: ConfigError for sources that are not there; SchemaError for alarms or records that cannot be read.
     """
@@ -81,7 +82,7 @@ def run(config: Config, *, now: datetime | None = None) -> Due:
     requests = _requests(new_bytes, answered, logs)
     alarms = _unanswered(read_alarms(config.root), records, settings) if settings.on_alarm else []
     reasons = _reasons(settings, answered, requests, alarms, now)
-    waits = _waits(config, records, new_bytes, now)
+    waits = _waits(config, records, new_bytes, now, asked_by)
     return Due(
         due=bool(reasons) and waits is None,
         reasons=tuple(reasons),
@@ -131,28 +132,44 @@ def _reasons(
             reasons.append("first: no retraining came to a verdict yet")
         return reasons
     age = now - datetime.fromtimestamp(answered.began, UTC)
-    if settings.every_days is not None and age >= timedelta(days=settings.every_days):
+    if settings.every_days is not None and age >= _period(settings.every_days):
         reasons.append(f"time: {age / timedelta(days=1):.1f} days since the last (retrain.every_days)")
     if enough is not None and requests is not None and requests >= enough:
         reasons.append(f"volume: about {requests} new requests (retrain.min_new_requests = {enough})")
     return reasons
 
 
-def _waits(config: Config, records: Sequence[Retraining], new_bytes: int, now: datetime) -> str | None:
+def _period(days: float) -> timedelta:
+    """Less a little: a nightly scheduler asks at the same time, and the run of the night before began after that."""
+    period = timedelta(days=days)
+    return period - min(timedelta(hours=1), 0.05 * period)
+
+
+def _waits(
+    config: Config, records: Sequence[Retraining], new_bytes: int, now: datetime, asked_by: str | None
+) -> str | None:
     """What stands against a run now, whatever speaks for it."""
     if "champion" not in current_names(config.root):
         return "there is no champion to train from: slipstream init-drafter, or adopt"
     if _of_another_target(config):
         return "the target is another one than the champion's: slipstream retire, then init-drafter or adopt"
-    if found := lease.holder(config.root):
+    if (found := lease.holder(config.root)) and found.run != asked_by:
         return f"run {found.run} is under way on {found.host.split()[0]}"
     if not new_bytes:
         return "no traffic that the last retraining has not seen"
-    if records:
-        next_at = datetime.fromtimestamp(records[-1].began, UTC) + timedelta(hours=config.retrain.min_hours_between)
-        if now < next_at:
-            return f"the last run began at {_told(records[-1].began)}: not before {_told(next_at.timestamp())}"
-    return None
+    return _too_soon(config.retrain, records, now)
+
+
+def _too_soon(settings: RetrainConfig, records: Sequence[Retraining], now: datetime) -> str | None:
+    """Why it is too soon after the last run. What was killed is gone on with at once, as often as a run is tried."""
+    killed = sum(1 for _ in takewhile(lambda one: one.ended is None, reversed(records)))
+    if not records or 0 < killed < settings.tries:
+        return None
+    last = records[-1]
+    next_at = datetime.fromtimestamp(last.began, UTC) + timedelta(hours=settings.min_hours_between)
+    became = " and was killed" if killed else " and failed" if last.outcome == "failed" else ""
+    told = f"the last run began at {_told(last.began)}{became}: not before {_told(next_at.timestamp())}"
+    return told if now < next_at else None
 
 
 def _unanswered(alarms: Sequence[Alarm], records: Sequence[Retraining], settings: RetrainConfig) -> list[Alarm]:

@@ -150,12 +150,23 @@ def stage_of_a_run(root: Path, *, seconds: float = RENEWED_S) -> Iterator[None]:
 
     Raises: StageError when it is another run's turn.
     """
+    if RUN not in os.environ:
+        require_turn(root)
+    with kept(root, seconds=seconds):
+        yield
+
+
+@contextmanager
+def kept(root: Path, *, seconds: float = RENEWED_S) -> Iterator[None]:
+    """A command that waits for no run; the one that SLIPSTREAM_RUN names, if any, keeps its turn meanwhile.
+
+    Raises: StageError when that run has lost its turn.
+    """
     if run := os.environ.get(RUN):
         with _renewing(root, run, seconds=seconds):
             yield
-        return
-    require_turn(root)
-    yield
+    else:
+        yield
 
 
 @contextmanager

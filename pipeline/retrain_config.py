@@ -17,7 +17,8 @@ class RetrainConfig(Frozen):
     alarm_kinds: tuple[str, ...] = ()
     """Which kinds of alarm; empty takes each."""
     min_hours_between: float = Field(6, ge=0)
-    """After a run began, whatever came of it: alarms that come in a flock begin one run."""
+    """After a run began, whatever came of it: alarms that come in a flock begin one run. One that was killed is gone on
+    with at once, `tries` times in all."""
     tries: int = Field(2, ge=1)
     """Of `slipstream retrain`: a run that failed goes on from what is complete. Schedulers have their own."""
     timeout_hours: float = Field(24, gt=0)

@@ -32,9 +32,10 @@ class Retraining(Frozen):
     """What current.json named then."""
     ended: float | None = None
     outcome: str | None = None
-    """deployed, approved, not_promoted or unfinished; None while it is under way, or if it was killed."""
+    """deployed, approved, not_promoted, unfinished or failed (all its tries); None while it is under way, or if it was
+    killed."""
     records: int | None = None
-    """Records that collect read in it."""
+    """Records that collect read in it, without other tenants'."""
 
     @property
     def is_answered(self) -> bool:
@@ -50,10 +51,10 @@ def on_record(root: Path) -> list[Retraining]:
 def begin(
     root: Path, run: str, *, now: float, reasons: Sequence[str], alarms: Sequence[str], sources: Mapping[str, int]
 ) -> Retraining:
-    """A new run on record; the one of this name, where it began already. The caller holds the lease."""
+    """A new run on record; the one of this name goes on where it is not through. The caller holds the lease."""
     earlier = on_record(root)
-    if found := next((one for one in earlier if one.run == run), None):
-        return found
+    if (found := goes_on(earlier, run)) is not None:
+        return found if found.ended is None else _write(root, found.model_copy(update={"ended": None, "outcome": None}))
     record = Retraining(
         number=earlier[-1].number + 1 if earlier else 1,
         run=run,
@@ -66,20 +67,37 @@ def begin(
     return _write(root, record)
 
 
-def end(root: Path, run: str, *, now: float) -> Retraining | None:
-    """What came of a run, told from what it left; None where no such run began."""
+def goes_on(records: Sequence[Retraining], run: str) -> Retraining | None:
+    """The run of this name, where it began and is not through: a scheduler may try a stage of it again, such as the
+    deploy of what was approved."""
+    found = _of(records, run)
+    return None if found is None or found.outcome in ("deployed", "not_promoted") else found
+
+
+def end(root: Path, run: str, *, now: float, failed: bool = False) -> Retraining | None:
+    """What came of a run, told from what it left; None where no such run began. ``failed``: all its tries did."""
     records = on_record(root)
-    record = next((one for one in records if one.run == run), None)
+    record = _of(records, run)
     if record is None or record.ended is not None:
         return record
     names = current_names(root)
-    prompts = _manifest(root, PromptSet, names.get("prompts"))
+    outcome = _outcome(root, _baseline(records, record), names)
     update = {
         "ended": now,
-        "outcome": _outcome(root, _baseline(records, record), names),
-        "records": None if prompts is None else prompts.counts.get("records"),
+        "outcome": "failed" if failed and outcome == "unfinished" else outcome,
+        "records": _own_records(_manifest(root, PromptSet, names.get("prompts"))),
     }
     return _write(root, record.model_copy(update=update))
+
+
+def _of(records: Sequence[Retraining], run: str) -> Retraining | None:
+    return next((one for one in reversed(records) if one.run == run), None)
+
+
+def _own_records(prompts: PromptSet | None) -> int | None:
+    if prompts is None or "records" not in prompts.counts:
+        return None
+    return prompts.counts["records"] - prompts.rejects.get("other_tenant", 0)
 
 
 def _baseline(records: Sequence[Retraining], record: Retraining) -> dict[str, str]:
@@ -93,7 +111,9 @@ def _baseline(records: Sequence[Retraining], record: Retraining) -> dict[str, st
 
 
 def _outcome(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    if after.get("champion") != before.get("champion"):
+    champion = after.get("champion")
+    # Another champion than its challenger is somebody's rollback.
+    if champion != before.get("champion") and champion == after.get("challenger"):
         return "deployed"
     if after.get("decision") == before.get("decision"):
         return "unfinished"

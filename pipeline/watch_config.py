@@ -29,7 +29,9 @@ class WatchConfig(Frozen):
     tolerance: float = Field(0.02, ge=0)
     """Changes up to this are no alarm, for how long they last. A reference that is known less well raises it."""
     false_alarm_days: float = Field(180, gt=0)
-    """Mean days between two false alarms of acceptance, of all slices and both directions together."""
+    """Mean days between two false alarms of *accepted*, of all slices and both directions together: at the least, for
+    traffic that lies off by all that is tolerated for good, and rarer otherwise. tests/pipeline/test_watch_false_alarms
+    simulates it."""
     max_days_to_find: float = Field(7, gt=0)
     """A slice too small to show such a shift in so many days is reported as too small, and not watched."""
     learn_days: int = Field(7, ge=2)
@@ -41,19 +43,21 @@ class WatchConfig(Frozen):
     late_minutes: float = Field(20, ge=0)
     """How long after its end an hour waits for records: as long as a request and a log's writer may take."""
     promise_gap: float = Field(0.1, gt=0)
-    """Accepted drafts a step of a slice, shown to be under the gate's own figure by more than this share: an alarm."""
+    """Accepted drafts a step of a slice, shown to be under the gate's own figure by more than this share: an alarm.
+    Shown at a level of 0.001 for all slices together, looked at once a day."""
     pays_hours: int = Field(6, gt=0)
     """Speculation that costs time over so many hours together is an alarm."""
     asked_sample: int = Field(250, ge=50)
     """Conversations a day that drift in what is asked is told from."""
     asked_false_alarm_days: float = Field(180, gt=0)
-    """Mean days between two false alarms of that, of all dimensions together."""
+    """Mean days between two false alarms of *asked*, of all dimensions together, as far as a calibration on so few
+    reference days can say."""
     asked_min_psi: float = Field(0.1, gt=0)
     """A smaller population stability index is no drift, however sure."""
     keep_days: int = Field(60, gt=0)
     """Days of hourly sums that are kept, for the page."""
-    listen: str | None = None
-    """host:port where the watch's own metrics are served; None writes them to watch/metrics.prom alone."""
+    listen: str | None = Field(None, pattern=r"^([\w.-]*|\[[0-9A-Fa-f:.]+\]):\d{1,5}$")
+    """host:port where the watch's own metrics are served to whoever asks; None writes watch/metrics.prom alone."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

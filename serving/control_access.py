@@ -105,7 +105,7 @@ class Access:
             folder = named.resolve()
         except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
             raise refused
-        if not named.is_absolute() or not any(folder != root and folder.is_relative_to(root) for root in self.roots):
+        if not named.is_absolute() or not any(folder.is_relative_to(root) for root in self.roots):
             raise refused
         return folder
 

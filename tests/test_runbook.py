@@ -1,9 +1,12 @@
-"""Whatever the runbook and infra/ tell people or machines to run is there, with the arguments that it is given."""
+"""Whatever README, docs/ and infra/ tell people or machines to run, set or read is there, as it is written."""
 
 import argparse
+import importlib
+import io
 import re
 import shlex
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from pipeline.config import Config
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 INFRA = CHECKOUT / "infra"
-RUNBOOK = (CHECKOUT / "docs" / "runbook.md").read_text()
+PAGES = {path.name: path.read_text() for path in (CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md"))}
 BEHIND = re.compile(r"(?:^|[ `/])(?:slipstream|python -m jobs\.cli) ([a-z][a-z-]+(?: [^`#\n|;]*)?)")
 
 
@@ -24,9 +27,11 @@ def commands(text):
 
 
 def told():
-    blocks = "\n".join(re.findall(r"```\n(.*?)```", RUNBOOK, re.DOTALL))
-    quoted = "\n".join(f"`{code}`" for code in re.findall(r"`(slipstream [^`]+)`", RUNBOOK))
-    yield from ((command, "docs/runbook.md") for command in commands(blocks + "\n" + quoted))
+    for page, text in PAGES.items():
+        blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+        # A quoted command may go on in the next line.
+        quoted = "\n".join(f"`{' '.join(code.split())}`" for code in re.findall(r"`(slipstream [^`]+)`", text))
+        yield from ((command, page) for command in commands(blocks + "\n" + quoted))
     for path in [
         *INFRA.rglob("*.service"),
         INFRA / "kubernetes" / "rayjob.yaml",
@@ -48,6 +53,7 @@ def test_every_command_that_people_or_timers_are_told_to_run_exists_with_these_a
     assert name in cli.COMMANDS, f"{where}: slipstream {command}"
     known = cli.COMMANDS[name]
     if known.parses_itself:
+        assert {word for word in arguments if word.startswith("--")} <= flags_of(known)
         return
     parser = argparse.ArgumentParser(exit_on_error=False)
     for common in ("--config", "--set", "--group", "--run"):
@@ -60,14 +66,76 @@ def test_every_command_that_people_or_timers_are_told_to_run_exists_with_these_a
     assert unknown == [], f"{where}: slipstream {command}"
 
 
+def flags_of(command):
+    """What a command that reads its own arguments says it takes."""
+    told = io.StringIO()
+    with redirect_stdout(told), pytest.raises(SystemExit):
+        importlib.import_module(command.module).main(["--help"])
+    return set(re.findall(r"--[a-z][a-z-]*", told.getvalue()))
+
+
 def test_the_commands_above_are_found_at_all():
-    found = {command.split()[0] for command, _ in told()}
-    assert {"adopt", "due", "retrain", "retire", "rollback", "erase", "run"} <= found
+    found = {(command.split()[0], where) for command, where in told()}
+    runbook = {"adopt", "due", "retrain", "retire", "rollback", "erase", "run"}
+    readme = {"compare", "deploy", "rollback", "watch", "retrain", "due", "retire", "erase", "speed", "sweep"}
+    assert {(one, "runbook.md") for one in runbook} | {(one, "README.md") for one in readme} <= found
+    assert {("watch", "watch.md"), ("watch", "cron"), ("deploy", "cron"), ("deploy", "watch.yaml")} <= found
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(infra/[\w./-]+|docs/[\w./-]+)`", RUNBOOK))))
-def test_every_file_that_the_runbook_names_is_there(path):
+def paths():
+    folders = "|".join(path.name for path in CHECKOUT.iterdir() if path.is_dir() and path.name[0] != ".")
+    for page, text in PAGES.items():
+        named = re.findall(rf"[`(]((?:{folders})/[\w./-]*)[`)]", text)
+        yield from ((page, path) for path in named if not path.startswith(("runs/", "watch/")))
+        beside = CHECKOUT if page == "README.md" else CHECKOUT / "docs"
+        links = re.findall(r"\]\(([^)#:]+)\)", text)
+        yield from ((page, str((beside / link).relative_to(CHECKOUT))) for link in links)
+
+
+@pytest.mark.parametrize(("page", "path"), sorted(set(paths())))
+def test_every_file_that_a_page_names_is_there(page, path):
     assert (CHECKOUT / path).exists()
+
+
+def test_the_readme_leads_to_every_page():
+    linked = set(re.findall(r"\]\(docs/([^)]+)\)", PAGES["README.md"]))
+    assert {page for page in PAGES if page != "README.md"} <= linked
+
+
+TABLES = {
+    name: field.annotation for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+}
+
+
+def settings():
+    for page, text in PAGES.items():
+        for table, key in re.findall(rf"(?<![\w./-])({'|'.join(TABLES)})\.([a-z_]+)\b(?![./(])", text):
+            if key not in ("py", "yaml") and not (CHECKOUT / table / key).exists():  # a file, a package
+                yield page, table, key
+        yield from ((page, table, None) for table in re.findall(r"`\[([a-z]+)\]`", text))
+
+
+@pytest.mark.parametrize(("page", "table", "key"), sorted(set(settings()), key=str))
+def test_every_setting_that_a_page_names_is_one(page, table, key):
+    assert table in TABLES
+    assert key is None or key in TABLES[table].model_fields
+
+
+def test_every_variable_that_a_page_or_infra_names_is_read_somewhere():
+    code = "\n".join(
+        path.read_text() for folder in ("pipeline", "jobs", "serving") for path in (CHECKOUT / folder).rglob("*.py")
+    )
+    code += (INFRA / "airflow" / "slipstream_dag.py").read_text()
+    files = [path for path in INFRA.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    text = "\n".join([*PAGES.values(), *(path.read_text() for path in files)])
+    named = set(re.findall(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b", text)) - {"SLIPSTREAM_SPLIT_KEY_RETAIL"}  # a group's own
+    assert named - set(re.findall(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b", code)) == set()
+
+
+def test_every_target_of_make_that_a_page_names_is_one():
+    targets = set(re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", "\n".join(PAGES.values()), re.MULTILINE))
+    assert {"demo", "test", "test-services", "install"} <= named <= targets
 
 
 def pins(name):
@@ -92,6 +160,59 @@ def test_a_container_is_pinned_and_copies_what_there_is(path):
     assert all((CHECKOUT / name).exists() for names in copied for name in names)
     if path.suffix == ".serving":
         assert copied == [["serving/"]]
+
+
+def test_a_build_is_sent_what_it_copies_and_no_run_root_or_environment():
+    sent = (CHECKOUT / ".dockerignore").read_text().splitlines()
+    assert sent[1] == "*"
+    files = [path.read_text().splitlines() for path in INFRA.glob("containers/*")]
+    copied = {name for lines in files for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert {line[1:] for line in sent if line.startswith("!")} == copied
+
+
+def pods(body):
+    """Every pod's specification in a manifest."""
+    if isinstance(body, dict):
+        if "containers" in body:
+            yield body
+        for value in body.values():
+            yield from pods(value)
+    elif isinstance(body, list):
+        for value in body:
+            yield from pods(value)
+
+
+def test_all_pods_that_share_the_storage_run_as_one_user_since_logs_are_their_owners_alone():
+    bodies = [body for path in (INFRA / "kubernetes").glob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
+    sharing = [pod for pod in pods(bodies) if any("persistentVolumeClaim" in one for one in pod.get("volumes", ()))]
+    users = {(pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]) for pod in sharing}
+    assert len(sharing) == 9 and users == {(1000, 1000)}
+    for path in (INFRA / "containers" / f"Containerfile.{name}" for name in ("cpu", "gpu")):
+        assert "--uid 1000 slipstream" in path.read_text()
+
+
+def test_whoever_reaches_a_ray_cluster_needs_its_token():
+    bodies = [body for path in (INFRA / "kubernetes").glob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
+    secrets = {body["metadata"]["name"]: body["stringData"] for body in bodies if body["kind"] == "Secret"}
+    clusters = list(found("rayVersion", bodies))
+    assert len(clusters) == 3
+    for cluster in clusters:
+        assert cluster["authOptions"]["mode"] == "token"
+        assert "auth_token" in secrets[cluster["authOptions"]["secretName"]]
+    submitting = [pod for pod in pods(bodies) if "submit" in pod["containers"][0].get("command", ())]
+    for pod in submitting:
+        assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} <= {one["name"] for one in pod["containers"][0]["env"]}
+    assert len(submitting) == 2
+
+
+def found(key, body):
+    """Every mapping with this key, however deep."""
+    if isinstance(body, dict):
+        if key in body:
+            yield body
+        body = list(body.values())
+    for value in body if isinstance(body, list) else ():
+        yield from found(key, value)
 
 
 def test_images_and_claims_are_the_same_wherever_they_are_named():

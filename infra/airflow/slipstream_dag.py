@@ -16,6 +16,7 @@ SLIPSTREAM_STAGE_HOURS     JSON: stage → hours that a try of it may take
 SLIPSTREAM_RETRIES, SLIPSTREAM_RETRY_MINUTES
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ RETRIES = {
 }
 DECLINED = 3  # a command's answer is no, and nothing is wrong: not due, or the gate let nothing through
 GRACE_S = 60
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BEGINNING = datetime(2026, 1, 1)
 
 
@@ -57,8 +59,15 @@ def call(stage: str, arguments: str, *, identity: str) -> None:
     """One command, its output in the task's log. Raises: Declined; RuntimeError when it failed."""
     command = [*shlex.split(COMMAND.replace("{id}", identity)), *stage.split(), *shlex.split(arguments)]
     logger.info("%s", shlex.join(command))
+    airflows = signal.signal(signal.SIGTERM, _stopped)  # Airflow's own lets a command go on that nobody waits for
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_end_with_the_task,
     )
     declined = False
     try:
@@ -69,6 +78,8 @@ def call(stage: str, arguments: str, *, identity: str) -> None:
     except BaseException:  # this try's time is over, or someone ends it: nothing of it may go on
         end(process, identity)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, airflows)
     if status == DECLINED or (status and declined):
         raise Declined(f"{stage}: nothing to do")
     if status:
@@ -76,22 +87,35 @@ def call(stage: str, arguments: str, *, identity: str) -> None:
 
 
 def end(process: subprocess.Popen, identity: str) -> None:
-    """End a command, all that it started here, and its job in the cluster."""
-    if STOP:
-        subprocess.run(shlex.split(STOP.replace("{id}", identity)), timeout=GRACE_S, check=False)
+    """End a command, all that it started here, and its job in the cluster.
+
+    Whoever marks a task as failed gives it five seconds: both are asked at once, and what ends the job outlives this.
+    """
+    stop = subprocess.Popen(shlex.split(STOP.replace("{id}", identity)), start_new_session=True) if STOP else None
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
             process.wait(GRACE_S)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+    if stop is not None:
+        stop.wait(GRACE_S)
+
+
+def _stopped(*_: object) -> None:
+    raise KeyboardInterrupt("the task was ended")
+
+
+def _end_with_the_task() -> None:
+    """Have the kernel end the command where the task's process is killed outright."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def as_stage(stage: str, arguments: str, *, of_run: str = "--run") -> None:
     """A stage of this DAG run. Skipped, with all that comes after it, where there is nothing to do."""
     context = get_current_context()
     run = re.sub(r"[^\w.-]+", "-", f"{context['dag'].dag_id}-{context['dag_run'].run_id}")
-    identity = f"{run}-{stage.split()[0]}-{context['ti'].try_number}"
+    identity = f"{run}-{context['ti'].task_id}-{context['ti'].try_number}"
     try:
         call(stage, f"{arguments} {of_run} {run}", identity=identity)
     except Declined as no:

@@ -194,9 +194,9 @@ def read_days(folder: Path, *, since: int, erased: frozenset[str] = frozenset())
     return found
 
 
-def forget_days(folder: Path, *, before: int) -> None:
-    """Remove what is older."""
-    oldest = file_of(folder, before).name
+def forget_days(folder: Path, *, before: float = 0.0, after: float = math.inf) -> None:
+    """Remove days that begin before one time or after another."""
     for path in folder.glob("[0-9]*.json"):
-        if path.name < oldest:
+        start = datetime.strptime(path.stem, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
+        if not before <= start <= after:
             path.unlink(missing_ok=True)

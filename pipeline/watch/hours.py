@@ -128,12 +128,9 @@ def read_hours(folder: Path, *, since: int | None = None) -> list[Hour]:
     return [_read(path) for path in sorted(folder.glob("[0-9]*.json")) if path.name >= first]
 
 
-def forget_hours(folder: Path, *, before: int) -> None:
-    """Remove what is older."""
-    oldest = file_of(folder, before).name
-    for path in folder.glob("[0-9]*.json"):
-        if path.name < oldest:
-            path.unlink(missing_ok=True)
+def forget_hour(folder: Path, hour: Hour) -> None:
+    """Remove an hour that is kept."""
+    file_of(folder, hour.start).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Hour:

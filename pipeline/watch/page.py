@@ -1,6 +1,7 @@
 """The watch as one page for people: self-contained HTML, no script, nothing fetched, light and dark."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,20 @@ _MAX_ALARMS = 12
 
 def page(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: Seen, *, title: str) -> str:
     """The page of the body of alarms.json and of the hours behind it."""
+    alarms = list(reversed(body["alarms"]))[:_MAX_ALARMS]
+    return _template().render(
+        title=title,
+        body=body,
+        headline=_headline(body),
+        firing=[one for one in alarms if one["fires"]],
+        others=[one for one in alarms if not one["fires"]],
+        charts=_charts(body, state, hours, seen),
+        replicas=body["replicas"],
+    )
+
+
+@lru_cache(maxsize=1)
+def _template() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
@@ -29,16 +44,7 @@ def page(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: See
     environment.filters["signed"] = _signed
     environment.filters["count"] = lambda number: f"{number:,.0f}"
     environment.globals["label"] = {"served": "served", "expected": "expected", "promised": "promised by the gate"}
-    alarms = list(reversed(body["alarms"]))[:_MAX_ALARMS]
-    return environment.get_template(TEMPLATE).render(
-        title=title,
-        body=body,
-        headline=_headline(body),
-        firing=[one for one in alarms if one["fires"]],
-        others=[one for one in alarms if not one["fires"]],
-        charts=_charts(body, state, hours, seen),
-        replicas=body["replicas"],
-    )
+    return environment.get_template(TEMPLATE)
 
 
 def _headline(body: Mapping[str, Any]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ differ all the same is how the gate served: its sampling and its limits are name
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from pipeline.watch_config import WatchConfig
 
 _LEVEL = 0.001  # of one look at all slices together; a release has a look a day
 _MIN_REQUESTS = 20  # on either side
+_MIN_MEASURED = 0.5  # of live drafts, in slices that the gate measured
 _NAMED = 4
 
 
@@ -91,6 +92,7 @@ class Kept:
     live: float
     """Accepted drafts a step."""
     promised: float
+    """Of the whole: with the shares of slices that live traffic has, by the dimension that leaves least of it."""
     falls_short: bool
     """Shown to be under the promise by more than the configured share."""
 
@@ -100,11 +102,13 @@ def kept(config: WatchConfig, promise: Promise, hours: Sequence[Hour]) -> dict[s
     from scipy.stats import norm
 
     found: dict[str, tuple[float, float, Promised]] = {}
+    live = {name: _live(hours, name) for name in promise.slices}
     for name, one in promise.slices.items():
-        sums = np.array([hour.slices.get(name, (0.0, 0.0, 0.0)) for hour in hours]).reshape(-1, 3)
-        requests, drafts, accepted = sums.sum(0)
+        requests, drafts, accepted = live[name]
         if requests < _MIN_REQUESTS or one.num_requests < _MIN_REQUESTS or not drafts:
             continue
+        if name == ALL:
+            one = replace(one, accepted_per_step=_as_mixed(promise, live))
         rate = accepted / drafts
         dd, da, aa = np.array([hour.spread.get(name, (0, 0, 0, 0))[1:] for hour in hours]).reshape(-1, 3).sum(0)
         found[name] = (rate, float(np.sqrt(max(aa - 2 * rate * da + rate**2 * dd, 0.0)) / drafts), one)
@@ -118,6 +122,28 @@ def kept(config: WatchConfig, promise: Promise, hours: Sequence[Hour]) -> dict[s
         )
         for name, (rate, error, one) in found.items()
     }
+
+
+def _live(hours: Sequence[Hour], name: str) -> tuple[float, float, float]:
+    """A slice's requests, drafts and accepted drafts."""
+    sums = np.array([hour.slices.get(name, (0.0, 0.0, 0.0)) for hour in hours]).reshape(-1, 3).sum(0)
+    return float(sums[0]), float(sums[1]), float(sums[2])
+
+
+def _as_mixed(promise: Promise, live: Mapping[str, tuple[float, float, float]]) -> float:
+    """What was promised of all traffic in the mix that there is, by the dimension that leaves least of it: other things
+    that are asked break no promise. Zero, which nothing falls short of, where most of it was never measured."""
+    all_drafts, found = live[ALL][1], [promise.slices[ALL].accepted_per_step]
+    for dimension in {name.partition("=")[0] for name in promise.slices if name != ALL}:
+        own = {name: one for name, one in promise.slices.items() if name.startswith(f"{dimension}=")}
+        drafts = {name: live[name][1] for name, one in own.items() if one.num_requests >= _MIN_REQUESTS}
+        if not any(live[name][1] for name in own):
+            continue  # no dimension of the watch
+        measured = sum(drafts.values())
+        if measured < _MIN_MEASURED * all_drafts:
+            return 0.0
+        found.append(sum(n * own[name].accepted_per_step for name, n in drafts.items()) / measured)
+    return min(found)
 
 
 def alarm_of(promise: Promise, found: Mapping[str, Kept], *, since: int, at: int) -> Alarm | None:

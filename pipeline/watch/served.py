@@ -13,6 +13,8 @@ import numpy as np
 
 from pipeline import slices
 from pipeline.canonical import named_subject
+from pipeline.collect_config import CollectConfig
+from pipeline.collected import require_allowed
 from pipeline.config import Config
 from pipeline.errors import Rejected
 from pipeline.on_record import inclusion_probability
@@ -25,6 +27,9 @@ from pipeline.watch.hours import Cell
 
 BUCKETS = 64
 UNKNOWN_VERSION = "unknown"
+OTHER = "other"
+"""A value of a dimension that is no name."""
+_MAX_NAME = 64  # characters: what is longer is a text, and belongs on no page and in no label
 _MAX_CHARS = 4000
 
 
@@ -46,28 +51,27 @@ class Served:
 
 @dataclass(frozen=True)
 class Reader:
-    """How records are read."""
+    """How records are read: by the same policy as for collecting."""
 
     dimensions: tuple[str, ...]
     key: SplitKey
-    needs_consent: bool
-    served_models: tuple[str, ...]
+    policy: CollectConfig
     erased: frozenset[str] = frozenset()
+    expires_before: float | None = None
+    """Records from before this time are not counted, nor are those without one."""
 
     @classmethod
-    def of(cls, config: Config, key: SplitKey) -> "Reader":
-        """By the configuration, and without erased subjects."""
+    def of(cls, config: Config, key: SplitKey, *, now: float) -> "Reader":
+        """By the configuration, without erased subjects and what has expired."""
         erased = frozenset(one.subject for one in read_tombstones(config.root))
-        needs_consent, models = config.collect.consent == "recorded", config.collect.served_models
-        return cls(config.watch.dimensions, key, needs_consent, models, erased)
+        ttl_days = config.retention.ttl_days
+        oldest = None if ttl_days is None else now - 86400 * ttl_days
+        return cls(config.watch.dimensions, key, config.collect, erased, oldest)
 
     def served(self, record: Record) -> Served:
         """What a record says. Raises: Rejected with the reason."""
         body = record.body
-        if self.needs_consent and body.get("consent") != "recorded":
-            raise Rejected("no_consent")
-        if self.served_models and body.get("model") not in self.served_models:
-            raise Rejected("unsupported_adapter")
+        require_allowed(record, self.policy, expires_before=self.expires_before)
         ts, (drafts, accepted) = record.time(), _counts(body)
         try:
             messages = _messages(body)
@@ -101,7 +105,11 @@ class Reader:
         warmth = temperature if isinstance(temperature, int | float) else None
         derived = json.loads(slices.served_slices(None, num_prompt_tokens=tokens or 0, temperature=warmth))
         found = {**found, **derived, **({"length": slices.UNKNOWN} if tokens is None else {})}
-        return tuple(found.get(name, slices.UNKNOWN) for name in self.dimensions)
+        return tuple(_name(found.get(name, slices.UNKNOWN)) for name in self.dimensions)
+
+
+def _name(value: str) -> str:
+    return value if len(value) <= _MAX_NAME and value.isprintable() else OTHER
 
 
 def sketch(words: str, *, seed: int) -> np.ndarray:  # [BUCKETS] uint8

@@ -20,6 +20,7 @@ from pipeline.watch_config import WatchConfig
 FILE = "state.json"
 VERSION = 1
 _NAMED = 4
+_MAX_ALARMS = 200  # that are kept beside those that hold
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def fold(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen, *
             has_settled = before == "settling" and state.accepted.phase == "watching"
             state = _promised(config, state, hours[: number + 1], seen, is_due=has_settled)
     state = _asked(config, state, seen, until=until)
-    return _paid(config, state, seen, until=until)
+    state = _paid(config, state, seen, until=until)
+    old = len(state.alarms) - _MAX_ALARMS
+    return state.with_alarms([one for i, one in enumerate(state.alarms) if i >= old or one.over is None])
 
 
 def _promised(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen, *, is_due: bool) -> State:
@@ -125,6 +128,18 @@ def _paid(config: WatchConfig, state: State, seen: Seen, *, until: int) -> State
     if isinstance(judged, Alarm):
         return state.with_alarms((*state.alarms, judged))
     return state if judged or not is_firing else state.with_alarms(ended(state.alarms, (PAYS,), "it pays again"))
+
+
+def back_to(state: State, start: int) -> State:
+    """The state without hours after ``start``, which a clock that was ahead had made up."""
+    watching = state.accepted
+    if watching.last is None or watching.last <= start:
+        return state
+    settles_at = watching.settles_at and min(watching.settles_at, start + HOUR_S)
+    watching = replace(watching, last=start, since=min(watching.since, start), settles_at=settles_at)
+    day = start // DAY_S * DAY_S
+    asked_since, asked_until = (one and min(one, day) for one in (state.asked_since, state.asked_until))
+    return replace(state, accepted=watching, asked_since=asked_since, asked_until=asked_until)
 
 
 def write_state(folder: Path, state: State) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.acceptance import acceptance_length
 from pipeline.watch.accepted import Watching
 from pipeline.watch.alarms import ACCEPTED, Alarm
-from pipeline.watch.hours import HOUR_S, Hour
+from pipeline.watch.hours import ALL, HOUR_S, Hour, slices_of
 from pipeline.watch.reference import Compared, Reference, compare, lay
 from pipeline.watch.state import Seen, State
 from pipeline.watch.wording import when
@@ -18,6 +18,7 @@ from pipeline.watch_config import WatchConfig
 _DAY_H = 24
 _EVERY_H = 6  # between two points of a line
 _SHOWN_ALARMS = 50
+_MAX_NEW = 10  # slices that nothing is expected of yet
 
 
 def as_json(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen, *, now: float) -> dict[str, Any]:
@@ -31,8 +32,8 @@ def as_json(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen
         "phase": state.accepted.phase,
         "version": state.accepted.version,
         "false_alarm_days": config.false_alarm_days,
-        "alarms": [_alarm(one) for one in state.alarms[-_SHOWN_ALARMS:]],
-        "slices": _slices(state.accepted, hours, seen),
+        "alarms": [_alarm(one) for one in _shown(state.alarms)],
+        "slices": _slices(config, state.accepted, hours, seen),
         "told_apart": told_apart(state.accepted, hours),
         "asked": [_finite({**one.__dict__, "is_alarm": one.is_alarm}) for one in state.drifts],
         "pays": state.paid and _finite(dict(state.paid.__dict__)),
@@ -93,19 +94,38 @@ def told_apart(state: Watching, hours: Sequence[Hour]) -> dict[str, float | None
     }
 
 
-def _slices(state: Watching, hours: Sequence[Hour], seen: Seen) -> dict[str, dict[str, Any]]:
+def _shown(alarms: Sequence[Alarm]) -> list[Alarm]:
+    """The newest, and all that fire."""
+    return [one for i, one in enumerate(alarms) if one.fires or i >= len(alarms) - _SHOWN_ALARMS]
+
+
+def _unknown_to(reference: Reference | None, hours: Sequence[Hour], *, most: int) -> list[str]:
+    """The slices of these hours that have come since the reference was learned, the largest first, so many at most."""
+    cells = reference.cells if reference else ()
+    known = {ALL} | {name for cell in cells for name in slices_of(cell, reference.dimensions)}
+    drafts: dict[str, float] = {}
+    for hour in hours:
+        for name, (_, steps, _) in hour.slices.items():
+            if name not in known:
+                drafts[name] = drafts.get(name, 0.0) + steps
+    return sorted(drafts, key=lambda name: (-drafts[name], name))[:most]
+
+
+def _slices(config: WatchConfig, state: Watching, hours: Sequence[Hour], seen: Seen) -> dict[str, dict[str, Any]]:
     last = hours[-_DAY_H:]
     reference = state.reference
-    names = reference.slices if reference else tuple(dict.fromkeys(name for hour in last for name in hour.slices))
+    names = reference.slices if reference else (ALL,) if last else ()
     compared = _compared(reference, last) if reference and last else None
+    new = _unknown_to(reference, last, most=_MAX_NEW if reference else config.max_slices)
     found = {}
-    for i, name in enumerate(names):
+    for i, name in enumerate((*names, *new)):
         requests, drafts, accepted = np.array([h.slices.get(name, (0.0, 0.0, 0.0)) for h in last] or [(0, 0, 0)]).sum(0)
         found[name] = {
             "requests": float(requests),
             "acceptance_length": acceptance_length(drafts, accepted) if drafts else None,
             "promised": _promised(seen, state.version, name),
-            **(_watched(state, reference, compared, i, name) if reference and compared is not None else {}),
+            **(_watched(state, reference, compared, i, name) if i < len(names) and compared is not None else {}),
+            **({"new": True} if reference and i >= len(names) else {}),
         }
     return found
 

@@ -16,6 +16,7 @@ _COUNTERS = {
 }
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _STEP_TIME = "vllm:inter_token_latency_seconds"  # of every request and step: the time since its last tokens
+_ITERATION = "vllm:iteration_tokens_total"  # of every step of the engine, for all requests that are in it
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _STARTED = "process_start_time_seconds"
 
@@ -37,6 +38,8 @@ class Counters:
     """Sum over requests of the time between their tokens, and"""
     num_steps: float = 0.0
     """how many times that was: a step of one request each."""
+    num_iterations: float = 0.0
+    """Steps of the engine, each for all requests that were running then, or for prefills."""
     accepted_per_pos: tuple[float, ...] = ()
     running: float = 0.0
     waiting: float = 0.0
@@ -65,12 +68,14 @@ class Counted:
     num_requests: float
     step_s: float
     num_steps: float
+    num_iterations: float
     accepted_per_pos: tuple[float, ...]
     restarted: bool
     """It had begun to count anew: what it did between the first look and its end is lost."""
 
 
-_SUMS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_tokens", "num_requests", "step_s", "num_steps")
+_STEPS = ("step_s", "num_steps", "num_iterations")
+_SUMS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_tokens", "num_requests", *_STEPS)
 
 
 def read_counters(text: str, *, at: float) -> Counters:
@@ -91,6 +96,8 @@ def read_counters(text: str, *, at: float) -> Counters:
                 positions[int(sample.labels["position"])] += value
             elif family.name == _STEP_TIME and sample.name.endswith(("_sum", "_count")):
                 found["step_s" if sample.name.endswith("_sum") else "num_steps"] += value
+            elif sample.name == f"{_ITERATION}_count":
+                found["num_iterations"] += value
             elif sample.name in (_RUNNING, _WAITING):
                 found["running" if sample.name == _RUNNING else "waiting"] += value
             elif sample.name == _STARTED:

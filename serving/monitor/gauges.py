@@ -1,5 +1,6 @@
 """A watch's own metrics in Prometheus' text form, and an endpoint that serves them."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -61,11 +62,15 @@ class _Families:
 
 
 class Endpoint:
-    """Serves GET /metrics for as long as the block runs; ``text`` is called for every request."""
+    """Serves GET /metrics for as long as the block runs; ``text`` is called for every request.
+
+    ``listen`` is HOST:PORT, without a host this machine's own. Raises: OSError where that cannot be listened on.
+    """
 
     def __init__(self, listen: str, text: Callable[[], bytes]):
         host, _, port = listen.rpartition(":")
-        self._server = ThreadingHTTPServer((host.strip("[]") or "127.0.0.1", int(port)), _handler(text))
+        server = _IPv6 if "[" in host else ThreadingHTTPServer
+        self._server = server((host.strip("[]") or "127.0.0.1", int(port)), _handler(text))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="watch-metrics", daemon=True)
 
@@ -81,6 +86,10 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _IPv6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 def _handler(text: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:

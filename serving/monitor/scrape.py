@@ -4,6 +4,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 
 from serving.monitor.counters import Counters, read_counters
 
@@ -15,7 +16,7 @@ def scrape(url: str, *, timeout_s: float) -> Counters | str:
     """The counters of the replica at a base URL, or in words why there are none."""
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/metrics", timeout=timeout_s) as answer:
-            body = answer.read(MAX_BYTES + 1)
+            body = _body(answer, until=time.monotonic() + timeout_s)
     except (OSError, ValueError) as error:  # also a URL that is none, and an answer that is no HTTP
         return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
     except Exception as error:  # http.client's own errors have no root of their own but Exception
@@ -26,6 +27,16 @@ def scrape(url: str, *, timeout_s: float) -> Counters | str:
         return read_counters(body.decode(), at=time.time())
     except (ValueError, KeyError) as error:
         return f"its /metrics cannot be read ({type(error).__name__}: {error})"
+
+
+def _body(answer: HTTPResponse, *, until: float) -> bytes:
+    """The body, as far as MAX_BYTES and one. Raises: TimeoutError for one that drips: a read alone may take as long."""
+    found = bytearray()
+    while len(found) <= MAX_BYTES and (part := answer.read1(1 << 16)):
+        found += part
+        if time.monotonic() > until:
+            raise TimeoutError("timed out")
+    return bytes(found)
 
 
 def scrape_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, Counters | str]:

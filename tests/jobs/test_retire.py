@@ -70,11 +70,35 @@ def test_one_bit_of_the_weights_retires_every_version_and_cache_and_keeps_the_pr
     assert (listed.versions, listed.caches) == (("1",), ("s",))
     assert (config.root / "states" / "s" / "manifest.json").exists()
     done = retire.run(config)
+    assert lease.holder(config.root) is None
     assert (done.versions, done.caches, set(done.names)) == (("1",), ("s",), {"champion", "responses", "states"})
     assert not (config.root / "states" / "s").exists()
     assert set(current_names(config.root)) == {"prompts"}
     assert registry_of(config).state(config.model_name, "1") == RETIRED
     assert retire.run(config).lines()[1:] == ["everything here was made for it"]
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("step", ["_retire_versions", "_remove", "stages.forget_current"])
+def test_killed_at_any_step_the_same_call_goes_on(config, monkeypatch, step, after):
+    (config.root / "queue" / "q").mkdir(parents=True)
+    new_revision(config)
+    module = retire.stages if step.startswith("stages.") else retire
+    works = getattr(module, step.removeprefix("stages."))
+
+    def killed(*arguments, **more):
+        if after:
+            works(*arguments, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, step.removeprefix("stages."), killed)
+        with pytest.raises(KeyboardInterrupt):
+            retire.run(config)
+    retire.run(config)
+    assert registry_of(config).state(config.model_name, "1") == RETIRED
+    assert set(current_names(config.root)) == {"prompts"}
+    assert not (config.root / "states" / "s").exists() and not (config.root / "queue" / "q").exists()
 
 
 def test_a_cache_that_is_read_stays_until_the_next_call_and_is_named(config):
@@ -85,6 +109,31 @@ def test_a_cache_that_is_read_stays_until_the_next_call_and_is_named(config):
     assert retire.run(config).in_use == ("s",)
     held.close()
     assert retire.run(config).caches == ("s",)
+
+
+def test_a_revision_in_a_folder_of_another_name_retires_the_versions_of_the_old_name(config):
+    new_revision(config)
+    folder = config.target.model.with_name("model-2")
+    config.target.model.rename(folder)
+    renamed = config.model_copy(update={"target": config.target.model_copy(update={"model": folder})})
+    assert retire.run(renamed).versions == ("model--default 1",)
+    assert registry_of(config).state(config.model_name, "1") == RETIRED
+
+
+def test_what_was_interrupted_goes_with_the_champion_and_stays_with_a_new_one(config):
+    def interrupt():
+        half, queue = config.root / "states" / "half", config.root / "queue" / "q"
+        for left in (half, queue):
+            left.mkdir(parents=True, exist_ok=True)
+            (left / "part-000000.arrow").write_bytes(b"x")
+        return half, queue
+
+    half, queue = interrupt()
+    assert retire.run(config).caches == ()
+    assert half.exists() and queue.exists()
+    new_revision(config)
+    assert set(retire.run(config).caches) == {"s", "half", "q"}
+    assert not half.exists() and not queue.exists()
 
 
 def test_before_anybody_retires_it_an_old_drafter_is_refused_by_every_way_in(config):
@@ -118,6 +167,7 @@ def test_during_a_run_nothing_is_retired(config):
     lease.take(config.root, "dag", with_process=False)
     with pytest.raises(StageError, match="run dag is under way"):
         retire.run(config)
+    assert retire.run(config, only_list=True).versions == ("1",)
 
 
 def test_a_version_of_before_fingerprints_were_kept_stays_as_it_is(config):

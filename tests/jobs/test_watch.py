@@ -1,9 +1,6 @@
 """The watch as it is run: logs and replicas on one side, alarms.json, metrics and a page on the other."""
 
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import threading
@@ -16,70 +13,21 @@ import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jobs.watch import FIRING, take
+from jobs import watch as watch_job
+from jobs import watch_look, watch_promises
+from jobs.watch import take
 from jobs.watch_look import Watch
+from jobs.watch_promises import Promises
 from pipeline.artifacts import AcceptanceReport, SpeedReport, commit, describe_file
-from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.schemas import ACCEPTANCE
 from pipeline.watch.hours import HOUR_S
 from serving.monitor.gauges import NAMES, PREFIX
 from tests.jobs.checkpoints import as_checkpoint
+from tests.jobs.watched_logs import RATES, SETTINGS, START, config_of, fall, look, records, write_log
 from tests.pipeline.measurements import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
-START = 1_798_761_600  # Friday, 1 January 2027, 00:00 UTC
-RATES = {"mail": 2.0, "code": 3.0}
-SETTINGS = {"learn_days": 3, "reference_days": 5, "keep_days": 9, "settle_hours": 6, "dimensions": ["route"]}
-
-
-def records(first, count, *, start=START, factor=lambda route: 1.0, version="1", conversations=10, secret=""):
-    """So many hours of records: a request a conversation, half of them a third over their route's rate, half under."""
-    found = []
-    for number in range(first, first + count):
-        for route, rate in RATES.items():
-            for i in range(conversations):
-                accepted = 30 * rate * factor(route) * (1.3 if i % 2 else 0.7)
-                found.append(
-                    {
-                        "id": f"{number}-{route}-{i}",
-                        "ts": start + number * HOUR_S + 60 * i,
-                        "consent": "recorded",
-                        "slice": route,
-                        "subject": f"subject-{number}-{i}",
-                        "drafter_version": version,
-                        "acceptance": {
-                            "num_drafts": 30,
-                            "num_draft_tokens": 210,
-                            "num_accepted_tokens": round(accepted),
-                        },
-                        "messages": [{"role": "user", "content": f"{route} {i % 3}{secret}"}],
-                        "params": {},
-                        "response": {"usage": {"prompt_tokens": 20}},
-                    }
-                )
-    return found
-
-
-def write_log(folder, some, name="traffic-host-1-1700000000000.jsonl"):
-    folder.mkdir(exist_ok=True)
-    with (folder / name).open("a") as file:
-        file.writelines(json.dumps(one) + "\n" for one in some)
-
-
-def config_of(root, *, sources=(), **more):
-    body = {"root": root, "target": {"model": "/models/toy"}, "workload": "mails", "watch": SETTINGS}
-    body["collect"] = {"sources": [str(one) for one in sources]}
-    return Config.model_validate({**body, **more})
-
-
-def look(config, hour, *, start=START):
-    """One look by a watch that was started for it, half an hour after the end of an hour."""
-    return Watch(config, clock=lambda: start + (hour + 1.5) * HOUR_S).look()
-
-
-def fall(route):
-    return 0.75
 
 
 @pytest.fixture
@@ -122,33 +70,19 @@ def test_looks_of_many_watches_find_what_one_look_at_the_end_finds(tmp_path, fol
     assert look(often, 119) == body
 
 
-def test_a_watch_that_is_killed_at_any_moment_ends_where_one_that_is_not_does(tmp_path, folder):
-    begin = int(time.time() // HOUR_S - 110) * HOUR_S
-    whole = records(0, 80, start=begin) + records(80, 26, start=begin, factor=fall)
-    write_log(folder, whole)
-    rng, roots = random.Random(5), (tmp_path / "killed", tmp_path / "straight")
-    commands = []
-    for root in roots:
-        toml = tmp_path / f"{root.name}.toml"
-        watch = ", ".join(f"{name} = {json.dumps(value)}" for name, value in SETTINGS.items())
-        toml.write_text(
-            f'root = "{root}"\nworkload = "mails"\nwatch = {{{watch}}}\n[target]\nmodel = "/models/toy"\n'
-            f'[collect]\nsources = ["{folder}"]\n'
-        )
-        commands.append([sys.executable, "jobs/watch.py", "--config", str(toml), "--once"])
-    for _ in range(8):
-        process = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.5, 4.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for command in commands]
-    assert [one.returncode for one in done] == [FIRING, FIRING], done[0].stderr
-    killed, straight = (json.loads(one.stdout) for one in done)
-    assert killed["firing"] == straight["firing"] and killed["slices"] == straight["slices"]
-    assert killed["records"] == straight["records"]
-    for name in ("hours", "asked"):
-        kept = [{path.name: path.read_text() for path in (root / "watch" / name).iterdir()} for root in roots]
-        assert kept[0] == kept[1] and (name == "asked" or len(kept[0]) == 106)
+def test_a_slice_that_comes_late_is_shown_at_once_and_a_header_full_of_names_fills_no_page(tmp_path, folder):
+    config = config_of(tmp_path / "root", sources=[folder])
+    write_log(folder, records(0, 90))
+    late = [one | {"slice": f"new-{i % 300}"} for i, one in enumerate(records(90, 24))]
+    write_log(folder, [*records(90, 24), *late])
+    body = look(config, 113)
+    new = [name for name, one in body["slices"].items() if one.get("new")]
+    assert len(new) == 10 and all(name.startswith("route=new-") or name == "route=other" for name in new)
+    assert "<td>new</td>" in (config.root / "watch" / "report.html").read_text()
+    other = tmp_path / "other"
+    write_log(other, [one | {"slice": f"r{i}"} for i, one in enumerate(records(0, 1, conversations=500))])
+    shown = look(config_of(tmp_path / "first", sources=[other]), 2)
+    assert shown["phase"] == "learning" and len(shown["slices"]) <= 41
 
 
 def test_once_ends_with_0_where_nothing_fires_and_taking_an_alarm_on_quiets_it(tmp_path, folder):
@@ -172,32 +106,11 @@ def test_another_watch_that_goes_on_is_asked_what_it_saw(tmp_path, folder):
     toml.write_text(f'root = "{config.root}"\n[target]\nmodel = "/m"\n[collect]\nsources = ["{folder}"]\n')
     command = [sys.executable, "jobs/watch.py", "--config", str(toml), "--once"]
     with exclusive(config.root / "watch", "watch"):
-        alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert alone.returncode == 1 and "another watch holds it, and looked last never" in alone.stderr
         body = Watch(config_of(config.root, sources=[folder], watch={})).look()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and json.loads(done.stdout) == body
-
-
-def test_a_part_that_cannot_be_read_is_read_by_the_next_look_and_counts_once(tmp_path, folder, monkeypatch):
-    from pipeline.errors import StageError
-    from pipeline.watch import logs
-
-    config = config_of(tmp_path / "root", sources=[folder])
-    write_log(folder, records(0, 3))
-    read = logs.read
-
-    def breaks(new, *, max_line_bytes):
-        for number, record in enumerate(read(new, max_line_bytes=max_line_bytes)):
-            if number == 17:
-                raise StageError("the storage is gone")
-            yield record
-
-    monkeypatch.setattr(logs, "read", breaks)
-    assert look(config, 1)["records"] == {}
-    monkeypatch.setattr(logs, "read", read)
-    monkeypatch.setattr(logs, "PART_BYTES", 5000)
-    assert look(config, 1)["records"] == {"counted": 60}
 
 
 def test_records_that_cannot_be_counted_are_told_by_reason(tmp_path, folder):
@@ -265,24 +178,80 @@ def test_where_nothing_is_on_record_the_counters_are_watched(tmp_path, replicas,
     from serving.monitor import scrape
 
     urls = [f"http://127.0.0.1:{server.server_address[1]}" for server in replicas]
-    config = config_of(tmp_path / "root", serving={"replicas": urls})
-    body = None
-    for hour in range(110):
+    settings = SETTINGS | {"learn_days": 2}
+    config = config_of(tmp_path / "root", serving={"replicas": urls}, watch=settings)
+    for hour in range(74):
         now = START + (hour + 0.99) * HOUR_S
         monkeypatch.setattr(scrape.time, "time", lambda now=now: now)
         for i, server in enumerate(replicas):
-            # The second restarts at hour 40, and its counters begin anew.
+            # The second restarts at hour 40, and its counters begin anew; at hour 60 both fall.
             since = hour + 1 - (40 if i and hour >= 40 else 0)
-            rate = 2.0 if hour < 90 else 1.5
+            rate = 2.0 if hour < 60 else 1.5
             drafts = 3000 * since
-            full = min(hour, 90) - (40 if i and hour >= 40 else 0)
-            before = 3000 * (2.0 * full + 1.5 * max(hour - 90, 0))
+            full = min(hour, 60) - (40 if i and hour >= 40 else 0)
+            before = 3000 * (2.0 * full + 1.5 * max(hour - 60, 0))
             server.RequestHandlerClass.counts = (drafts, before + rate * 3000)
         body = Watch(config, clock=lambda now=now: now).look()
     assert body["replicas"][urls[1]]["restarts"] == 1
     (alarm,) = body["alarms"]
     assert alarm["kind"] == "accepted" and alarm["falls"] and alarm["fires"]
     assert set(body["slices"]) == {"all", *(f"replica={url}" for url in urls)}
+
+
+def test_pods_are_one_slice_under_whatever_names_and_a_release_is_told_by_the_ledger(tmp_path, replicas, monkeypatch):
+    from pipeline.artifacts import Release
+    from pipeline.errors import SwapError
+    from serving.fleet.replicas import Address
+    from serving.monitor import scrape
+
+    config = config_of(tmp_path / "root", deploy={"kubernetes_service": "vllm"})
+    url = f"http://127.0.0.1:{replicas[0].server_address[1]}"
+    bodies = []
+    for hour in range(6):
+        now = START + (hour + 0.99) * HOUR_S
+        if hour == 4:
+            path = config.root / "releases" / "000001-v8"
+            path.mkdir(parents=True)
+            made = {
+                "parents": {},
+                "version": "8",
+                "previous": "7",
+                "reason": "deploy",
+                "at": "2027-01-01T04:00:00+00:00",
+            }
+            commit(path, Release(derivation_id="000001-v8", **made, phase="converged", target={}))
+
+        def listed(config, hour=hour):
+            if hour == 2:
+                raise SwapError("the API server does not answer")
+            return [Address(f"vllm-{hour // 3}", url), Address("vllm-new", "http://127.0.0.1:9", ready=False)]
+
+        monkeypatch.setattr(watch_look, "listed", listed)
+        monkeypatch.setattr(scrape.time, "time", lambda now=now: now)
+        replicas[0].RequestHandlerClass.counts = (3000 * hour, 6000 * hour)
+        bodies.append(Watch(config, clock=lambda now=now: now).look())
+    assert bodies[1]["replicas"]["vllm-0"]["acceptance_length"] == 3.0
+    assert "does not answer" in bodies[2]["replicas"]["vllm-0"]["down"]
+    assert set(bodies[5]["replicas"]) == {"vllm-1", "vllm-new"} and bodies[5]["replicas"]["vllm-new"]["down"]
+    assert set(bodies[5]["slices"]) == {"all", "replica=any"} and bodies[5]["version"] == "8"
+
+
+def test_an_address_that_cannot_be_had_is_told_before_anything_is_watched(tmp_path, folder):
+    import socket
+
+    from pydantic import ValidationError
+
+    write_log(folder, [])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for address in (f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:99999"):
+            config = config_of(tmp_path / "root", sources=[folder], watch=SETTINGS | {"listen": address})
+            with pytest.raises(ConfigError, match=r"watch\.listen = 127.*give a free host:port"):
+                watch_job._go_on(config)
+    for address in ("9464", "http://127.0.0.1:9464", "::1:9464", "a b:1"):
+        with pytest.raises(ValidationError, match="listen"):
+            config_of(tmp_path / "root", sources=[folder], watch={"listen": address})
 
 
 def test_a_replica_that_is_missing_is_told_and_stops_nothing(tmp_path, folder):
@@ -321,9 +290,17 @@ def promised(registry, tiny, root, *, length):
     return version
 
 
-def test_the_gates_promise_stands_beside_what_is_served_and_is_held_against_it(registry, tiny, mlflow_root, folder):
-    version = promised(registry, tiny, mlflow_root, length=4.2)
+def test_the_gates_promise_stands_beside_what_is_served_and_is_held_against_it(
+    registry, tiny, mlflow_root, folder, monkeypatch
+):
     config = config_of(mlflow_root, sources=[folder])
+    clock, promises = iter((0.0, 1.0, 601.0)), Promises(config)
+    monkeypatch.setattr(watch_promises.time, "monotonic", lambda: next(clock))
+    assert promises.points("1") == []
+    version = promised(registry, tiny, mlflow_root, length=4.2)
+    assert version == "1" and promises.points("1") == []  # asked a moment ago
+    assert len(promises.points("1")) == 1  # what was measured since counts without a restart
+    monkeypatch.undo()
     # mail is served at 3.0 and code at 4.0, as one half each: 3.5.
     write_log(folder, records(0, 48, version=version))
     body = look(config, 47)
@@ -350,16 +327,3 @@ def test_a_load_at_which_the_drafter_does_not_pay_is_an_alarm_of_its_own(
     # Acceptance length 3.5 at four requests at a time, where 4.0 breaks even.
     assert body["pays"]["speedup"] == pytest.approx(3.5 / 4.0, abs=0.01)
     assert [one["kind"] for one in body["alarms"]] == ["pays"] and not body["retrain"] and body["firing"]
-
-
-def test_a_damaged_state_stops_with_what_to_do(tmp_path, folder):
-    config = config_of(tmp_path / "root", sources=[folder])
-    write_log(folder, records(0, 3))
-    look(config, 3)
-    (tmp_path / "root/watch/state.json").write_text("{")
-    from pipeline.errors import SchemaError
-
-    with pytest.raises(SchemaError, match=r"state\.json.*remove it to learn anew"):
-        look(config, 4)
-    os.remove(tmp_path / "root/watch/state.json")
-    assert look(config, 4)["records"]["counted"] == 60

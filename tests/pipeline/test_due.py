@@ -219,10 +219,62 @@ def test_what_came_of_a_run_is_told_from_what_it_left(site, verdict, outcome):
     assert site.retrain("one", START, verdict=verdict).outcome == outcome
 
 
-def test_a_new_champion_is_a_run_that_deployed(site):
+@pytest.mark.parametrize(("champion", "outcome"), [("c1", "deployed"), ("c9", "unfinished")])
+def test_a_run_deployed_where_its_own_challenger_is_champion_and_not_where_somebody_rolled_back(
+    site, champion, outcome
+):
     retrainings.begin(site.root, "one", now=0, reasons=["x"], alarms=[], sources={})
-    site.champion("c1", None)
-    assert retrainings.end(site.root, "one", now=1).outcome == "deployed"
+    made = DrafterCheckpoint(derivation_id="c1", parents={}, role="challenger", block_size=4, mask_token_id=2)
+    site.current("challenger", made)
+    site.champion(champion, None)
+    assert retrainings.end(site.root, "one", now=1).outcome == outcome
+
+
+def test_a_run_that_was_killed_is_gone_on_with_at_once_as_often_as_a_run_is_tried(site):
+    config = site.config(tries=2)
+    for run, at, is_due in [("one", START, True), ("two", START + HOUR, False)]:
+        retrainings.begin(site.root, run, now=at.timestamp(), reasons=["x"], alarms=[], sources={})
+        answer = due.run(config, now=at + HOUR / 2)
+        assert answer.due is is_due
+    assert answer.waits == (
+        "the last run began at 2026-03-01T13:00:00+00:00 and was killed: not before 2026-03-01T19:00:00+00:00"
+    )
+    assert due.run(config, now=START + 7 * HOUR).due
+
+
+def test_a_run_whose_tries_failed_says_so_and_the_next_waits(site):
+    retrainings.begin(site.root, "one", now=START.timestamp(), reasons=["x"], alarms=[], sources={})
+    assert retrainings.end(site.root, "one", now=START.timestamp() + 9, failed=True).outcome == "failed"
+    assert due.run(site.config(), now=START + HOUR).waits.startswith("the last run began at 2026-03-01T12:00:00+00:00 "
+                                                                     "and failed: not before")  # fmt: skip
+
+
+def test_a_run_that_ended_without_a_verdict_goes_on_under_its_name_and_one_with_a_verdict_begins_anew(site):
+    first = site.retrain("dag-1", START, verdict=None)
+    again = site.retrain("dag-1", START + DAY)
+    assert (first.number, first.outcome) == (1, "unfinished")
+    assert (again.number, again.began, again.outcome) == (1, first.began, "not_promoted")
+    assert site.retrain("dag-1", START + 2 * DAY, verdict=None).number == 2
+
+
+def test_a_run_whose_challenger_was_approved_and_not_deployed_goes_on_under_its_name(site):
+    assert site.retrain("dag-1", START, verdict="promote").outcome == "approved"
+    assert retrainings.goes_on(retrainings.on_record(site.root), "dag-1").number == 1
+    assert retrainings.goes_on(retrainings.on_record(site.root), "dag-2") is None
+
+
+def test_a_nightly_scheduler_that_asks_for_a_daily_run_gets_one_every_night(site):
+    site.retrain("one", START)  # begun some minutes after it was asked for
+    site.serve(1)
+    assert due.run(site.config(every_days=1), now=START + DAY - HOUR / 10).due
+    assert not due.run(site.config(every_days=1), now=START + DAY - 2 * HOUR).due
+
+
+def test_of_a_log_that_groups_share_the_requests_of_its_own_tenants_count(site):
+    retrainings.begin(site.root, "one", now=0, reasons=["x"], alarms=[], sources={"a.jsonl": 1000})
+    prompts = PromptSet(derivation_id="p", parents={}, counts={"records": 100}, rejects={"other_tenant": 75})
+    site.current("prompts", prompts)
+    assert retrainings.end(site.root, "one", now=1).records == 25
 
 
 def test_a_run_that_goes_on_with_a_killed_ones_verdict_has_come_to_it(site):

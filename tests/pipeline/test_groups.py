@@ -60,6 +60,29 @@ def test_a_group_without_replicas_of_its_own_has_none_and_not_the_others(toml):
     assert load_config(toml(), group="bank").serving.replicas == ()
 
 
+def test_a_group_inherits_nothing_that_leads_to_anothers_fleet_logs_or_key(toml, tmp_path):
+    more = (
+        'split_key_env = "KEY"\n' + BASE.replace('replicas = ["http://shared:8000"]', "")
+        + '[deploy]\nkubernetes_service = "vllm"\n[evaluate]\nserver_url = "http://idle:8000"\n'
+        + '[watch]\nlisten = "127.0.0.1:9464"\nsources = ["traffic"]\n[capture]\nstorage = "s3://bucket/states/"\n'
+        + '[groups.my-own]\ncollect.tenants = ["hooli"]\ncollect.sources = ["apart"]\n[groups.bank]\n'
+        + 'collect.tenants = ["initech"]\n'
+    )  # fmt: skip
+    own, bank = load_config(toml(more), group="my-own"), load_config(toml(more), group="bank")
+    assert (own.deploy.kubernetes_service, own.evaluate.server_url, own.watch.listen) == (None, None, None)
+    assert (own.collect.sources, own.watch.sources) == ((tmp_path / "apart",), ())
+    assert bank.watch.sources == (tmp_path / "traffic",)
+    assert (own.split_key_env, bank.split_key_env) == ("KEY_MY_OWN", "KEY_BANK")
+    assert (own.capture.storage, bank.capture.storage) == ("s3://bucket/states/my-own", "s3://bucket/states/bank")
+
+
+@pytest.mark.parametrize("table", ["serving = 3", "collect = 3", 'serving.replicas = "http://one:8000"'])
+def test_settings_of_a_wrong_shape_beside_groups_are_named_as_any_others(toml, table):
+    rest = "\n".join(line for line in BASE.split("[collect]")[0].splitlines())
+    with pytest.raises(ConfigError, match=r"cannot be used|collect\.tenants"):
+        load_config(toml(f"{table}\n{rest}{BANK}"))
+
+
 def test_the_drafter_of_everybody_else_leaves_the_groups_tenants_out(toml):
     rest = load_config(toml())
     assert (rest.workload, rest.collect.tenants) == ("support", ())
@@ -74,12 +97,50 @@ def test_overrides_come_last(toml):
     ("block", "words"),
     [
         ('[groups.two]\ncollect.tenants = ["acme"]\n', "groups.retail and groups.two share the tenant acme"),
-        ('[groups.two]\nroot = "runs/support"\ncollect.tenants = ["x"]\n', "share the root runs/support"),
+        ('[groups.two]\nroot = "runs/support"\ncollect.tenants = ["x"]\n', "runs/support: nothing may leak"),
+        (
+            '[groups.two]\nroot = "./runs/x/../support-retail/"\ncollect.tenants = ["x"]\n',
+            "runs/support-retail: nothing",
+        ),
         ('[groups.two]\nworkload = "support-retail"\ncollect.tenants = ["x"]\n', "share the workload support-retail"),
         (
             '[groups.two]\nserving.replicas = ["http://shared:8000"]\ncollect.tenants = ["x"]\n',
             "outside the groups and groups.two share the replica",
         ),
+        (
+            '[groups.two]\nserving.replicas = ["HTTP://Retail:8000/"]\ncollect.tenants = ["x"]\n',
+            "groups.retail and groups.two share the replica http://retail:8000",
+        ),
+        (
+            '[groups.two]\nevaluate.server_url = "http://shared:8000"\ncollect.tenants = ["x"]\n',
+            "outside the groups and groups.two share the replica",
+        ),
+        (
+            '[groups.two]\ndeploy.kubernetes_service = "vllm"\ncollect.tenants = ["x"]\n'
+            '[groups.three]\ndeploy.kubernetes_service = "vllm"\ncollect.tenants = ["y"]\n',
+            "groups.two and groups.three share the service /vllm",
+        ),
+        (
+            '[groups.two]\nwatch.listen = "127.0.0.1:9"\ncollect.tenants = ["x"]\n'
+            '[groups.three]\nwatch.listen = "127.0.0.1:9"\ncollect.tenants = ["y"]\n',
+            "groups.two and groups.three share the address 127.0.0.1:9",
+        ),
+        ('[groups.two]\nsplit_key_env = "SLIPSTREAM_SPLIT_KEY"\ncollect.tenants = ["x"]\n', "share the split key"),
+        (
+            '[groups.two]\ntarget.model = "m"\nworkload = "x"\ncollect.tenants = ["x"]\n'
+            '[groups.three]\ntarget.model = "m--x"\nworkload = "y"\ncollect.tenants = ["y"]\n'
+            '[groups.four]\ntarget.model = "m"\nworkload = "x--y"\ncollect.tenants = ["z"]\n',
+            "groups.three and groups.four share the model m--x--y",
+        ),
+        (
+            '[groups.two]\ncollect.tenants = ["x"]\ncollect.sources = ["./traffic"]\n',
+            "outside the groups and groups.two share the logs",
+        ),
+        (
+            '[groups.two]\ncollect.tenants = ["x"]\ncollect.sources = [{ path = "traffic/two" }]\n',
+            "outside the groups and groups.two share the logs",
+        ),
+        ("[groups.two]\ncollect.tenants = [3]\n", "groups.two: whose drafter is it"),
         ("[groups.two]\ntrain.steps = 3\n", "groups.two: whose drafter is it"),
         ("[groups.two]\ncollect.tenants = []\n", "groups.two: whose drafter is it"),
         ('[groups."A b"]\ncollect.tenants = ["x"]\n', "expected a name"),

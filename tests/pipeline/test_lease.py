@@ -35,7 +35,7 @@ def ended(process, *, kill=False):
     if kill:
         process.kill()
     process.stdin.close()
-    process.wait()
+    process.wait(60)
     process.stdout.close()
 
 
@@ -110,6 +110,16 @@ def test_a_stage_of_a_run_that_lost_its_turn_is_refused(tmp_path, monkeypatch):
         lease.renew(tmp_path, "old")
     with pytest.raises(StageError, match="run new is under way"):
         stages.set_current(tmp_path, "prompts", stages.Artifact(tmp_path, PromptSet(derivation_id="p1", parents={})))
+
+
+def test_what_waits_for_no_run_keeps_its_own_runs_turn_and_asks_nothing_by_hand(tmp_path, monkeypatch):
+    lease.take(tmp_path, "dag", seconds=0.5, with_process=False)
+    with lease.kept(tmp_path):  # by hand, during somebody's run
+        pass
+    monkeypatch.setenv(lease.RUN, "dag")
+    with lease.kept(tmp_path, seconds=0.5):
+        time.sleep(1.2)
+        assert lease.holder(tmp_path).run == "dag"
 
 
 def test_a_turn_ends_with_its_block_also_by_an_error_and_leaves_no_lease(tmp_path):

@@ -3,7 +3,7 @@ import pytest
 from pipeline.watch.promise import alarm_of, kept, promise_of
 from pipeline.watch_config import WatchConfig
 from tests.pipeline.measurements import rows_of
-from tests.pipeline.watched import hours
+from tests.pipeline.watched import MIX, hours
 
 CONFIG = WatchConfig(dimensions=("route", "language"))
 SETTINGS = {"sampling": {"temperature": 0.0}, "max_tokens": 128, "concurrency": 8}
@@ -52,3 +52,22 @@ def test_little_evidence_breaks_no_promise():
     assert alarm_of(made, kept(CONFIG, made, hours(24)), since=0, at=86400) is None
     few = promise_of("1", "abc", rows_of({"challenger": 9.0}, conversations=5), "challenger", settings={})
     assert kept(CONFIG, few, hours(24)) == {}
+
+
+def test_other_things_that_are_asked_break_no_promise():
+    made = promise({"mail": 2.84, "code": 3.8})  # all: 3.32 in equal parts
+    more_mail = {cell: n * (20 if cell[0] == "mail" else 1) for cell, n in MIX.items()}
+    found = kept(CONFIG, made, hours(24, mix=more_mail))
+    # 1,000 mails at 1.84 and 30 of code at 2.8.
+    assert found["all"].live == pytest.approx((1000 * 1.84 + 30 * 2.8) / 1030, abs=0.01)
+    assert found["all"].live < 0.9 * made.slices["all"].accepted_per_step
+    assert found["all"].promised == pytest.approx(found["all"].live, abs=0.01)
+    assert alarm_of(made, found, since=0, at=86400) is None
+    worse = kept(CONFIG, made, hours(24, mix=more_mail, factor=lambda cell: 0.8))
+    assert set(alarm_of(made, worse, since=0, at=86400).slices) == {"all", "route=mail", "route=code"}
+
+
+def test_of_traffic_that_the_gate_never_measured_nothing_was_promised():
+    made = promise({"code": 9.0})
+    found = kept(CONFIG, made, hours(24))
+    assert alarm_of(made, found, since=0, at=86400).slices == ("route=code",)

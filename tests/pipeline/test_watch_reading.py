@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -86,3 +88,43 @@ def test_a_damaged_file_or_one_of_other_dimensions_stops_with_what_to_do(tmp_pat
     (tmp_path / FILE).write_text("{")
     with pytest.raises(SchemaError, match="to begin anew"):
         read_reading(tmp_path, ("route",))
+
+
+def test_requests_that_a_swap_came_between_make_no_release_of_an_hour():
+    made = reading(served(version="unknown", drafts=90), served(version="3", conversation="b"))
+    (hour,) = made.close(START + HOUR_S)
+    assert (hour.version, hour.others) == ("3", 1)
+
+
+def test_an_hour_stays_small_whatever_a_header_says(tmp_path):
+    made = Reading(("route",))
+    for i in range(1000):
+        made.take(replace(served(conversation=str(i)), cell=(f"request-{i}",)), CONFIG, KEY, now=NOW)
+    made.write(tmp_path, CONFIG)
+    made = read_reading(tmp_path, ("route",))
+    made.take(replace(served(conversation="last"), cell=("request-1000",)), CONFIG, KEY, now=NOW)
+    (hour,) = made.close(START + HOUR_S)
+    assert len(hour.cells) == 201 and hour.slices["all"][0] == 1001
+    assert hour.cells["other",][0] == 1001 - 200 and hour.cells["request-0",][0] == 1
+
+
+def test_single_conversations_go_when_they_are_erased_and_when_they_expire():
+    made = reading(served(), served(conversation="b"))
+    made.without(frozenset({"a"}))
+    assert [name for name, _ in made.open[START]["1"]] == ["b"]
+    assert [one.conversation for one in made.sampled[START]] == ["b"]
+    made.expire(START + 1.0)
+    assert made.sampled == {}
+    made.without(frozenset({"b"}))
+    assert list(made.close(START + HOUR_S)) == []
+
+
+def test_a_clock_that_was_ahead_and_is_back_closes_no_hour_that_has_not_come():
+    made = Reading(("route",))
+    ahead = START + 5 * 365 * 86400
+    made.take(served(ahead), CONFIG, KEY, now=ahead)
+    assert [hour.start for hour in made.close(ahead + HOUR_S)] == [ahead]
+    made.take(served(ahead + 2 * HOUR_S), CONFIG, KEY, now=ahead + 2 * HOUR_S)
+    assert made.back_to(NOW) and not made.back_to(NOW)
+    made.take(served(NOW), CONFIG, KEY, now=NOW)
+    assert list(made.open) == [NOW] and made.newest <= NOW + 600

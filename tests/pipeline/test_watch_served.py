@@ -1,5 +1,6 @@
 import pytest
 
+from pipeline.collect_config import CollectConfig
 from pipeline.config import Config, TargetConfig
 from pipeline.errors import Rejected
 from pipeline.sources import Record
@@ -7,6 +8,7 @@ from pipeline.split import SplitKey
 from pipeline.watch.served import BUCKETS, Reader, sketch
 
 KEY = SplitKey(b"a key of these tests")
+POLICY = CollectConfig()
 TEXT = "Where is the parcel that I ordered last week?"
 
 
@@ -27,9 +29,9 @@ def body(**changed):
     } | changed
 
 
-def read(needs_consent=True, models=(), erased=frozenset(), **changed):
+def read(erased=frozenset(), policy=POLICY, oldest=None, **changed):
     made = {name: value for name, value in body(**changed).items() if value is not ...}
-    reader = Reader(("route", "tenant", "language", "length", "temperature"), KEY, needs_consent, models, erased)
+    reader = Reader(("route", "tenant", "language", "length", "temperature"), KEY, policy, erased, oldest)
     return reader.served(Record("f", 1, 0, made, ts=made.get("ts")))
 
 
@@ -73,7 +75,7 @@ def test_what_cannot_be_counted_is_rejected_with_its_reason(reason, changed):
 
 def test_adapters_and_erased_subjects_are_not_counted():
     with pytest.raises(Rejected, match="unsupported_adapter"):
-        read(models=("another",))
+        read(policy=CollectConfig(served_models=("another",)))
     with pytest.raises(Rejected, match="erased_subject"):
         read(erased=frozenset({KEY.hash("conversation", "subject:anna")}))
 
@@ -84,9 +86,44 @@ def test_odd_messages_are_counted_all_the_same(messages):
 
 
 def test_consent_may_be_waived_as_for_collecting(tmp_path):
-    assert read(needs_consent=False, consent=...).num_drafts == 10
+    assert read(policy=CollectConfig(consent="allow_all"), consent=...).num_drafts == 10
     config = Config(root=tmp_path, target=TargetConfig(model=tmp_path))
-    assert Reader.of(config, KEY).needs_consent
+    reader = Reader.of(config, KEY, now=0.0)
+    assert reader.policy.consent == "recorded" and reader.expires_before is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "policy", "oldest", "changed"),
+    [
+        ("zero_retention", {"zero_retention": ("shop",)}, None, {}),
+        ("other_tenant", {"tenants": ("bank",)}, None, {}),
+        ("other_tenant", {"except_tenants": ("shop",)}, None, {}),
+        ("other_tenant", {"tenants": ("shop",)}, None, {"tenant": None}),
+        ("expired", {}, 1_798_761_601.0, {}),
+        ("cannot_expire", {}, 1.0, {"ts": ...}),
+    ],
+)
+def test_what_is_not_collected_is_not_watched_either(reason, policy, oldest, changed):
+    with pytest.raises(Rejected, match=reason):
+        read(policy=CollectConfig(**policy), oldest=oldest, **changed)
+
+
+def test_a_drafter_of_a_group_is_watched_by_its_own_tenants_alone(tmp_path):
+    from pipeline.config import load_config
+
+    file = tmp_path / "s.toml"
+    file.write_text('[target]\nmodel = "/m"\n[groups.retail]\ncollect.tenants = ["shop"]\n')
+    inside, outside = (Reader.of(load_config(file, group=group), KEY, now=0.0) for group in ("retail", None))
+    record = Record("f", 1, 0, body(), ts=1.0)
+    assert inside.served(record).num_drafts == 10
+    with pytest.raises(Rejected, match="other_tenant"):
+        outside.served(record)
+
+
+@pytest.mark.parametrize("value", ["where is my parcel, I have been waiting for it for weeks and weeks now?", "a\nb"])
+def test_a_text_is_no_name_of_a_slice(value):
+    assert read(slice=value).cell[0] == "other"
+    assert read(slices={"tenant": value}).cell[1] == "other"
 
 
 def test_sketches_of_like_words_are_alike_and_say_nothing_without_the_key():

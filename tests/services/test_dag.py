@@ -71,6 +71,8 @@ at = arguments.index("--case")
 case, arguments = pathlib.Path(arguments[at + 1]), arguments[:at] + arguments[at + 2:]
 with open(case / "calls", "a") as file:
     file.write(" ".join([stage, *arguments]) + "\\n")
+with open(case / "submissions", "a") as file:
+    file.write(os.environ["SUBMISSION"] + "\\n")
 tries = sum(line.startswith(stage + " ") for line in (case / "calls").read_text().splitlines())
 plan = case / stage
 words = plan.read_text().split() if plan.exists() else ["0"]
@@ -88,13 +90,13 @@ sys.exit(1 if word == "ray" else int(word))
 def scheduler(tmp_path_factory):
     """Airflow with a pair of DAGs for each case, all paused."""
     home = tmp_path_factory.mktemp("airflow")
-    cases = {name: home / name for name in ("good", "gate", "ray", "failing", "hanging", "idle", "event")}
+    cases = {name: home / name for name in ("good", "gate", "ray", "failing", "hanging", "stopped", "idle", "event")}
     for folder in cases.values():
         folder.mkdir()
     (home / "slipstream.py").write_text(SCRIPT)
     settings = {
         "SLIPSTREAM_DAGS": json.dumps({name: f"--case {folder}" for name, folder in cases.items()}),
-        "SLIPSTREAM_COMMAND": f"{sys.executable} {home / 'slipstream.py'}",
+        "SLIPSTREAM_COMMAND": f"env SUBMISSION={{id}} {sys.executable} {home / 'slipstream.py'}",
         "SLIPSTREAM_STOP": f"touch {home}/stopped-{{id}}",
         "SLIPSTREAM_SCHEDULE": "0 0 1 1 *",
         "SLIPSTREAM_WATCH_SCHEDULE": "* * * * *",
@@ -127,6 +129,8 @@ def test_the_stages_run_one_after_the_other_as_stages_of_one_run_which_ends(sche
     runs = {call.split()[-1] for call in calls}
     assert len(runs) == 1 and runs.pop().startswith("slipstream_good-scheduled__")
     assert [call.split()[-2] for call in calls] == ["--begin", *["--run"] * 8, "--end"]
+    submissions = (scheduler[1]["good"] / "submissions").read_text().split()
+    assert len(set(submissions)) == len(submissions) == 10  # Ray refuses an id that was submitted before
 
 
 @pytest.mark.parametrize(("case", "word"), [("gate", "3"), ("ray", "ray")])
@@ -157,8 +161,27 @@ def test_a_stage_that_hangs_is_ended_with_its_process_and_its_job(scheduler):
     state, states, _ = run_of(scheduler, "hanging")
     assert (state, states["capture"]) == ("success", "success")
     assert not Path(f"/proc/{(folder / 'hangs').read_text()}").exists()
-    stopped = [path.name for path in folder.parent.glob("stopped-*")]
-    assert len(stopped) == 1 and stopped[0].endswith("-capture-1")
+    (stopped,) = folder.parent.glob("stopped-slipstream_hanging-*")
+    assert stopped.name.endswith("-capture-1")
+
+
+def test_a_stage_whose_run_is_marked_as_failed_is_ended_with_its_job(scheduler):
+    airflow, cases = scheduler
+    folder, dag = cases["stopped"], "slipstream_stopped"
+    (folder / "collect").write_text("hang")
+    airflow.unpause(dag)
+    wait_for(lambda: (folder / "hangs").exists() and (folder / "hangs").read_text(), "the stage has not begun")
+    (run,) = airflow.runs(dag)
+    airflow.fail(dag, run["dag_run_id"])
+    wait_for(lambda: not Path(f"/proc/{(folder / 'hangs').read_text()}").exists(), "it goes on")
+    wait_for(lambda: list(folder.parent.glob("stopped-slipstream_stopped-*-collect-1")), "its job goes on")
+
+
+def wait_for(is_so, what, *, timeout_s=300):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.5)
 
 
 def test_where_nothing_is_due_every_stage_is_skipped_and_none_is_called(scheduler):
@@ -174,8 +197,6 @@ def test_the_one_that_watches_begins_a_retraining_by_an_event_when_one_is_due(sc
     (cases["event"] / "watch").write_text("3")  # an alarm
     airflow.unpause("slipstream_event")
     airflow.unpause("slipstream_event_watch")
-    deadline = time.monotonic() + 900
-    while not [run for run in airflow.runs("slipstream_event") if run["run_type"] == "asset_triggered"]:
-        assert time.monotonic() < deadline, "no run was begun by an event"
-        time.sleep(1)
+    runs = lambda: [run["run_type"] for run in airflow.runs("slipstream_event")]  # noqa: E731
+    wait_for(lambda: "asset_triggered" in runs(), "no run was begun by an event")
     assert any(call.startswith("watch --once") for call in (cases["event"] / "calls").read_text().splitlines())

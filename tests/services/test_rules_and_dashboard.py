@@ -8,7 +8,7 @@ INFRA = Path(__file__).resolve().parents[2] / "infra"
 
 
 def promtool(*arguments):
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -26,7 +26,7 @@ def test_every_metric_of_a_watch_is_one_that_prometheus_reads(tmp_path):
     from serving.monitor.gauges import NAMES, Gauge, exposition
 
     text = exposition([Gauge(name, 1.0, {"slice": "route=a b"}) for name in NAMES])
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
