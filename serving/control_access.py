@@ -112,7 +112,7 @@ class Access:
     def audit(self, peer: str, **what: Any) -> None:
         """Put an order and its outcome on record: names, hashes and reasons, never a token or anyone's text."""
         line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "peer": peer, **what})
-        logger.info("control: %s", line)
+        logger.log(logging.ERROR if what.get("http_status", 0) >= 500 else logging.INFO, "control: %s", line)
         if self._audit_file:
             try:
                 file = os.open(self._audit_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

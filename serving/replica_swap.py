@@ -1,6 +1,6 @@
 """One swap on one replica, from the check to the open door; whatever goes wrong, the old drafter serves afterwards.
 
-1. check: version and epoch, hashes, shapes, the configuration, with the engine untouched
+1. check: version and epoch, hashes, shapes, the configuration, here and on every worker, while the engine goes on
 2. the probe prompts, with the old drafter
 3. close the door: new requests wait in front of the engine
 4. pause (keep) or drain, swap on every worker, resume
@@ -19,8 +19,8 @@ from typing import Any
 from serving.control_access import Access, Refusal
 from serving.door import Door
 from serving.engine import version_salt
-from serving.engine.calls import EngineCalls, EngineDied, EngineLate, EngineLost, WorkerFailed
-from serving.engine.probes import DEFAULT, Probed, probe_ids, problem_of, run_probes
+from serving.engine.calls import EngineCalls, EngineDied, EngineLate, EngineLost
+from serving.engine.probes import DEFAULT, Probed, ProbesLate, probe_ids, problem_of, run_probes
 from serving.errors import ServingError
 from serving.exchange import Exchange, Swapped
 from serving.kept_drafter import KeptDrafter
@@ -85,6 +85,7 @@ class ReplicaSwap:
         folder = await self._check.folder(order, before["version"])
         if how == "restart":
             return self._restart.order(KeptDrafter(str(folder), order.version, order.sha256), before)
+        await self._require_checked(folder, order, before)
         try:
             probes = probe_ids(self._state.engine_client, DEFAULT if order.probe is None else order.probe)
             earlier = await run_probes(self._state.engine_client, probes, timeout_s=self._timeout_s)
@@ -100,6 +101,17 @@ class ReplicaSwap:
             closed_s = self._door.open()
         return {**found, "closed_s": round(closed_s, 4)}
 
+    async def _require_checked(self, folder: Path, order: SwapOrder, before: dict[str, Any]) -> None:
+        """The workers read the files too, while they serve: the pause is for loading them alone. Raises: Refusal."""
+        try:
+            workers = await self._calls.check(str(folder), order.sha256)
+        except ServingError as error:
+            if isinstance(error, EngineLost) and not isinstance(error, EngineLate):
+                self._restart.lose(before, str(error))
+            raise Refusal(503, str(error), version=before["version"])
+        if problem := "; ".join(f"worker {w['rank']}: {w['reason']}" for w in workers if w["status"] != "ok"):
+            raise Refusal(409, problem, version=before["version"], workers=workers)
+
     async def _behind_closed_door(
         self,
         order: SwapOrder,
@@ -111,7 +123,7 @@ class ReplicaSwap:
         """Steps 4 to 6. Raises: Refusal once the old drafter is back; EngineLost when it is not."""
         swapped = await self._exchange.there(order, folder, before)
         if swapped.problem is not None:
-            raise await self._refusal(swapped, swapped.problem)
+            raise await self._refusal(swapped, swapped.problem, probes)
         try:
             later, changed, problem = await self._prove(order, probes, earlier)
             if problem is None:
@@ -125,7 +137,8 @@ class ReplicaSwap:
             raise
         if problem is not None:
             await self._exchange.back(swapped.call, before)
-            raise await self._refusal(swapped, f"{problem}; version {before['version']} serves again on every worker")
+            problem = f"{problem}; version {before['version']} serves again on every worker"
+            raise await self._refusal(swapped, problem, probes)
         self._state.slipstream_drafter_version = order.version
         await self._check.remember({"folder": str(folder), "sha256": order.sha256})
         epoch = epoch_of(swapped.workers[0])
@@ -167,12 +180,24 @@ class ReplicaSwap:
         except TimeoutError:
             return f"the drafter could not be kept for the next start in {self._timeout_s:g} s"
 
-    async def _refusal(self, swapped: Swapped, problem: str) -> Refusal:
+    async def _refusal(self, swapped: Swapped, problem: str, probes: list[tuple[list[int], int]]) -> Refusal:
+        """What the caller is told once the old drafter serves, which an answer shows. Raises: EngineLost."""
         untouched = bool(swapped.workers) and all(w["status"] == "refused" for w in swapped.workers)
         try:
+            await self._require_generating(probes[:1])
             version = (await self._calls.status())[0]["version"]
-        except WorkerFailed as error:
-            raise EngineLost(f"{problem}; {error}")
+        except EngineLost:
+            raise
+        except ServingError as error:
+            raise EngineLost(f"{problem}; then {error}")
         return Refusal(
             409 if untouched else 500, problem, pause_s=swapped.pause_s, workers=swapped.workers, version=version
         )
+
+    async def _require_generating(self, probes: list[tuple[list[int], int]]) -> None:
+        """Raises: ServingError unless the engine answers, or has others to answer first."""
+        try:
+            await run_probes(self._state.engine_client, probes, timeout_s=self._timeout_s)
+        except ProbesLate:
+            if not self._door.inside or await self._calls.is_paused():
+                raise

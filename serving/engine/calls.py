@@ -15,7 +15,7 @@ from typing import Any
 
 from serving.errors import ServingError
 
-LOOK_S = 0.5
+LOOK_S, CHECK_S = 0.5, 0.05
 
 
 class EngineLost(ServingError):
@@ -50,6 +50,17 @@ class EngineCalls:
         """Every worker's. Raises: EngineLost, WorkerFailed; ServingError where no worker could know the call."""
         self._require_extension()
         return await self._on_workers("slipstream_status", (), (verify,))
+
+    async def check(self, folder: str, sha256: str) -> list[dict[str, Any]]:
+        """Every worker's finding about a drafter's files. Raises: EngineLost, WorkerFailed."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            workers = await self._on_workers("slipstream_check", (folder, sha256), ())
+            if all(worker["status"] != "running" for worker in workers):
+                return workers
+            if time.monotonic() > deadline:
+                raise EngineLate(f"{folder}: not read by the workers in {self._timeout_s:g} s")
+            await asyncio.sleep(CHECK_S)
 
     async def swap(self, call: str, order: tuple[str, str, str, str], expected_swaps: int) -> list[dict[str, Any]]:
         """Every worker's answer to folder, version, sha256, expected version. Raises: EngineLost, WorkerFailed.

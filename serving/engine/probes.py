@@ -15,6 +15,10 @@ from serving.errors import ServingError
 DEFAULT = tuple({"prompt": list(range(16, 16 + length)), "max_tokens": 8} for length in (8, 24))
 
 
+class ProbesLate(ServingError):
+    """The probe prompts were not answered in time: the engine is stuck, or has much to do."""
+
+
 @dataclass(frozen=True)
 class Probed:
     """What the probe prompts got."""
@@ -49,7 +53,7 @@ async def run_probes(client: Any, probes: Sequence[tuple[list[int], int]], *, ti
         async with asyncio.timeout(timeout_s):  # of all together: requests wait in front of the door meanwhile
             outputs = [await _one(client, ids, max_tokens) for ids, max_tokens in probes]
     except TimeoutError:
-        raise ServingError(f"the probe prompts got no answers in {timeout_s:g} s")
+        raise ProbesLate(f"the probe prompts got no answers in {timeout_s:g} s")
     except Exception as error:
         raise ServingError(f"a probe prompt failed: {type(error).__name__}: {error}")
     for output, (_, asked) in zip(outputs, probes, strict=True):

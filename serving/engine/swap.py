@@ -12,7 +12,6 @@ caller knows an answer of an earlier call.
 """
 
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -20,13 +19,14 @@ from typing import Any
 
 from serving.engine.capability import COPY, capability, drafter_of
 from serving.engine.captured_storage import CapturedStorage
+from serving.engine.checked_file import FileCheck, check_of, forget_check, stamp
 from serving.engine.cpu_context_norm import repair_cpu_context_norm
 from serving.engine.cpu_sampling import repair_cpu_sampling
 from serving.engine.live_weights import live_fingerprint, mismatches, rope_problem
 from serving.engine.replaced_module import ReplacedModule
 from serving.engine.serving_state import Held, held, hold, reply, serve_again, serving, set_serving
 from serving.errors import ServingError
-from serving.preflight import WEIGHTS, check_drafter
+from serving.preflight import WEIGHTS
 
 logger = logging.getLogger("vllm.slipstream")
 
@@ -50,6 +50,22 @@ class DrafterSwap:
                 why = f"the live weights are {found}, no longer version {now['version']}'s; swap it in again"
                 return reply(self, call, "failed", why)
             return reply(self, call, "ok", None)
+        except Exception as error:
+            return reply(self, call, "refused", f"{type(error).__name__}: {error}")
+
+    def slipstream_check(self, folder: str, sha256: str, call: str = "") -> dict[str, Any]:
+        """Whether the drafter in ``folder`` may be swapped in: "running", "ok" or "refused"; the engine goes on.
+
+        The swap that follows does not read the files again, unless they have changed.
+        """
+        try:
+            check = check_of(self, Path(folder), sha256, serving(self)["config"])
+            check.begin()
+            if not check.has_ended:
+                return reply(self, call, "running", None)
+            if check.problem is not None:
+                forget_check(self)
+            return reply(self, call, "ok" if check.problem is None else "refused", check.problem)
         except Exception as error:
             return reply(self, call, "refused", f"{type(error).__name__}: {error}")
 
@@ -114,14 +130,15 @@ def _swap(
         if can.how is None:
             raise _Refused(can.reason)
         _require_expected(before, *expected)
-        stamp = _stamp(folder)
-        _check(worker, folder, sha256, before["config"])
+        check = check_of(worker, folder, sha256, before["config"])
+        forget_check(worker)
+        _require_checked(check)
     except ServingError as error:
         return reply(worker, "", "refused", str(error))
     checked = time.perf_counter()
     hold(worker, None)  # of a swap that nobody ended: two drafters are enough
     try:
-        old, storage, fingerprint = _serve(worker, folder, how=can.how, stamp=stamp)
+        old, storage, fingerprint = _serve(worker, folder, how=can.how, checked=check.of[2])
     except BaseException as error:
         logger.exception("swap to %s failed, version %s serves", version, before["version"])
         why = f"{type(error).__name__}: {error}; version {before['version']} is back"
@@ -141,20 +158,15 @@ def _require_expected(now: dict[str, Any], version: str, num_swaps: int | None) 
         raise _Refused(f"{now['num_swaps']} swaps so far, the caller knew of {num_swaps}; look again")
 
 
-def _check(worker: Any, folder: Path, sha256: str, serving_config: dict[str, Any]) -> None:
-    config = worker.vllm_config
-    info = check_drafter(
-        folder,
-        target_config=config.model_config.hf_config.to_dict(),
-        num_speculative_tokens=config.speculative_config.num_speculative_tokens,
-        serving_config=serving_config,
-    )
-    if info.sha256 != sha256:
-        raise _Refused(f"{folder / WEIGHTS}: sha256 {info.sha256}, the caller says {sha256}; not the version meant")
+def _require_checked(check: FileCheck) -> None:
+    if not check.has_ended:  # nobody asked for it before, or the files changed since, or are being read still
+        check.run()
+    if check.problem is not None:
+        raise _Refused(check.problem)
 
 
 def _serve(
-    worker: Any, folder: Path, *, how: str, stamp: tuple[int, ...] | None
+    worker: Any, folder: Path, *, how: str, checked: tuple[tuple[int, ...], ...] | None
 ) -> tuple[ReplacedModule, CapturedStorage | None, str]:
     """What the drafter of ``folder`` replaced, and its live fingerprint; whatever fails, the old one is back."""
     holder = drafter_of(worker)
@@ -167,7 +179,7 @@ def _serve(
             storage.write(holder.model)
             old.keep_module(folder)
             _verify(holder.model, folder)
-        if _stamp(folder) != stamp:
+        if stamp(folder) != checked:
             raise ServingError(f"{folder / WEIGHTS} was written while it was loaded; a version's folder never changes")
         return old, storage, live_fingerprint(holder.model)
     except BaseException:
@@ -198,11 +210,3 @@ def _verify(model: Any, folder: Path) -> None:
         raise ServingError(f"the live weights are not the file's: {'; '.join(wrong[:4])}")
     if problem := rope_problem(model):
         raise ServingError(problem)
-
-
-def _stamp(folder: Path) -> tuple[int, ...] | None:
-    try:
-        found = os.stat(folder / WEIGHTS)
-    except OSError:
-        return None  # the check says what is missing
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

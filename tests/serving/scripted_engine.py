@@ -37,9 +37,13 @@ class ScriptedEngine:
         self.calls, self.paused, self.fail_on, self.broken_workers = [], False, None, ()
         self.swap_gate = self.left_behind = None
         self.held = {}  # rank -> (the swap's call, what served before)
+        self.checks = []  # what the workers say of the files, one a call
         self.can_empty, self.sleeping = True, False
         self.replies = {}  # version -> what the probes get
         self.drafts = True
+
+    def numbered(self):
+        return enumerate(self.workers)
 
     def _note(self, name):
         self.calls.append(name)
@@ -84,6 +88,10 @@ class ScriptedEngine:
             answers = [self._swap(rank, worker, *args) for rank, worker in enumerate(self.workers)]
         elif method == "slipstream_put_back":
             answers = [self._put_back(rank, worker, *args) for rank, worker in enumerate(self.workers)]
+        elif method == "slipstream_check":
+            word = self.checks.pop(0) if self.checks else "ok"
+            answers = [{**w, "status": word, "reason": None, "rank": r, "call": args[-1]} for r, w in self.numbered()]
+            answers[-1] |= {"reason": "sha256" if word == "refused" else None}
         elif method == "slipstream_commit":
             self.held = {rank: held for rank, held in self.held.items() if held[0] != args[0]}
             answers = [{"status": "ok", **w, "rank": rank, "call": args[1]} for rank, w in enumerate(self.workers)]
@@ -154,8 +162,8 @@ def ask(served, method, path, **settings):
 
 
 def steps(served):
-    """What was asked of the engine, in order, but for its status."""
-    return [c for c in served.engine.calls if c != "slipstream_status"]
+    """What was asked of the engine, in order, but for what leaves it as it is."""
+    return [c for c in served.engine.calls if c not in ("slipstream_status", "slipstream_check")]
 
 
 async def until(condition):

@@ -264,7 +264,11 @@ def test_one_whose_health_nobody_sees_is_ended_only_where_there_is_another_to_go
         assert len(server.starts()) == 1
         write_kept(server.keep, Kept(server.drafters["silent"], server.drafters["two"]))
         server.process.send_signal(signal.SIGUSR1)
-        assert server.healthy(3)[1:] == [["silent", "v-silent"], ["two", "v-two"]]
+        deadline = time.monotonic() + 60
+        while server.starts()[-1][:2] != ["two", "v-two"]:  # on busy cores it may be ended before it writes its start
+            assert time.monotonic() < deadline, server.starts()
+            time.sleep(0.05)
+        assert server.settled() == Kept(server.drafters["two"])
 
 
 def test_the_servers_own_word_that_it_is_up_is_enough(tmp_path):

@@ -2,6 +2,8 @@
 
 import gc
 import shutil
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -297,6 +299,40 @@ def test_a_folder_that_is_written_while_it_is_loaded_is_not_served(serving_1, tm
     reply = swap(serving_1, "2", expected="1", folder=folder)
     assert reply["status"] == "failed" and "was written while it was loaded" in reply["reason"]
     assert status(serving_1)["version"] == "1"
+
+
+def test_files_are_read_before_the_swap_and_in_it_only_where_they_changed_since(serving_1, tmp_path, monkeypatch):
+    import serving.engine.checked_file as checked_file
+
+    folder = shutil.copytree(serving_1.folders["2"], tmp_path / "v2")
+    sha256 = sha256_file(folder / "model.safetensors")
+    check, reads = checked_file.check_drafter, []
+
+    def counted(*arguments, **settings):
+        reads.append(threading.current_thread() is threading.main_thread())
+        return check(*arguments, **settings)
+
+    def checked(sha256):
+        deadline = time.monotonic() + 60
+        while reply := serving_1.llm.collective_rpc("slipstream_check", args=(str(folder), sha256))[0]:
+            if reply["status"] != "running":
+                return reply
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    monkeypatch.setattr(checked_file, "check_drafter", counted)
+    refused = checked("0" * 64)
+    assert refused["status"] == "refused" and "sha256" in refused["reason"]
+    assert checked(sha256)["status"] == "ok" and reads == [False, False]
+    assert swap(serving_1, "2", expected="1", folder=folder)["status"] == "ok"
+    assert reads == [False, False], "the swap reads what it loads, and no more"
+    assert swap(serving_1, "1", expected="2")["status"] == "ok" and reads == [False, False, True]
+    assert checked(sha256)["status"] == "ok"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    refused = swap(serving_1, "2", expected="1", folder=folder, sha256=sha256)
+    assert refused["status"] == "refused" and "not_finite" in refused["reason"]
 
 
 def test_an_engine_that_compiles_is_refused_by_name(serving_1):

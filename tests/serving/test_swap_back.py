@@ -256,3 +256,88 @@ def test_a_check_that_takes_too_long_is_given_up_with_the_engine_untouched(serve
     reply = ask(slow, *SWAP, body=order(slow))
     assert (reply.status_code, reply.json()["code"]) == (503, "slow")
     assert steps(slow) == []
+
+
+def test_the_workers_read_the_files_before_the_door_closes_and_may_refuse_them(served):
+    served.engine.checks = ["running", "running", "refused"]
+    reply = ask(served, *SWAP, body=order(served))
+    assert reply.status_code == 409 and "sha256" in reply.json()["reason"]
+    assert steps(served) == [] and served.engine.calls.count("slipstream_check") == 3
+
+
+def test_workers_that_read_for_too_long_are_not_waited_for(served, monkeypatch, drafters):
+    monkeypatch.setenv("SLIPSTREAM_SWAP_TIMEOUT_S", "0.5")
+    slow = build(drafters)
+    slow.engine.checks = ["running"] * 1000
+    assert ask(slow, *SWAP, body=order(slow)).status_code == 503
+    assert steps(slow) == [] and slow.endpoint.door.state == "open"
+
+
+def test_at_whatever_step_a_server_is_killed_it_comes_up_with_a_drafter_that_proved_itself(supervised):
+    # What is kept is what the supervisor starts with; before the first swap it is the command line's drafter.
+    kept, rpc, generate = [], supervised.engine.collective_rpc, supervised.engine.generate
+
+    def note(name):
+        now = read_kept(supervised.keep)
+        kept.append((name, now.serve.version if now else "1"))
+
+    async def noted_rpc(method, args=()):
+        note(method)
+        answers = await rpc(method, args)
+        note(method)
+        return answers
+
+    async def noted_generate(*arguments):
+        note("probe")
+        async for output in generate(*arguments):
+            yield output
+        note("probe")
+
+    supervised.engine.collective_rpc, supervised.engine.generate = noted_rpc, noted_generate
+    assert ask(supervised, *SWAP, body=order(supervised)).status_code == 200
+    proved = max(i for i, (name, _) in enumerate(kept) if name == "probe")
+    assert {version for _, version in kept[: proved + 1]} == {"1"}
+    assert [name for name, version in kept if version == "2"] == ["slipstream_commit"] * 2
+
+
+def test_an_old_drafter_that_is_back_and_answers_nothing_is_a_lost_engine(supervised, caplog):
+    # areal-project/AReaL 1160: after a failed update generation stays paused for ever.
+    supervised.engine.broken_workers = (0, 1)
+    resumed = supervised.engine.resume_generation
+
+    async def resume_and_generate_nothing():
+        await resumed()
+        supervised.engine.replies["1"] = []
+
+    supervised.engine.resume_generation = resume_and_generate_nothing
+
+    async def scenario():
+        reply = await call(supervised, *SWAP, body=order(supervised))
+        await until(lambda: supervised.restarts)
+        return reply
+
+    reply = asyncio.run(scenario())
+    assert reply.status_code == 503 and "got 0 tokens" in reply.json()["reason"]
+    assert any(record.levelname == "ERROR" and '"http_status": 503' in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_engine_that_has_others_to_answer_first_is_not_taken_for_a_lost_one(served, monkeypatch, drafters, busy):
+    monkeypatch.setenv("SLIPSTREAM_SWAP_TIMEOUT_S", "0.5")
+    slow = build(drafters)
+    slow.engine.broken_workers = (0, 1)
+    slow.endpoint.door.inside = int(busy)
+    resumed, generate = slow.engine.resume_generation, slow.engine.generate
+
+    async def slower(*arguments):
+        await asyncio.sleep(5)
+        async for output in generate(*arguments):
+            yield output
+
+    async def resume_and_be_slow():
+        await resumed()
+        slow.engine.generate = slower
+
+    slow.engine.resume_generation = resume_and_be_slow
+    assert ask(slow, *SWAP, body=order(slow)).status_code == (500 if busy else 503)
+    assert slow.endpoint.door.state == ("open" if busy else "shut")
