@@ -23,6 +23,8 @@ from pipeline.errors import ConfigError, StageError, SwapError
 from pipeline.stages import current, open_artifact
 from tests.jobs.checkpoints import as_checkpoint
 
+pytestmark = pytest.mark.timeout(300)  # what hangs fails
+
 NO_SOAK = {"soak_min_steps": 0, "tick_s": 0.02, "dead_after_s": 0.3}
 
 

@@ -14,6 +14,8 @@ import pytest
 from jobs.ledger import unfinished
 from tests.jobs.rollouts import folders, roll, start, wait_until
 
+pytestmark = pytest.mark.timeout(600)  # what hangs fails
+
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ("serving/fleet/", "jobs/ledger.py", "jobs/in_charge.py", "pipeline/artifacts.py")
 

@@ -20,6 +20,8 @@ from serving.fleet.soak import SoakPolicy
 from serving.load import Driver
 from tests.jobs.rollouts import PROBE, drafter, fleet, folders, roll, start, wait_until, with_policy
 
+pytestmark = pytest.mark.timeout(120)  # what hangs fails
+
 CHAT = [{"model": "toy", "messages": [{"role": "user", "content": "Where is it?"}]}]
 SOAK = SoakPolicy(min_steps=100, min_s=0.5, max_s=8.0, min_ratio=0.9)
 

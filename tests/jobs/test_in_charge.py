@@ -12,6 +12,8 @@ from jobs import in_charge as module
 from jobs.in_charge import in_charge, who_is_in_charge
 from pipeline.errors import StageError
 
+pytestmark = pytest.mark.timeout(120)  # what hangs fails
+
 
 def terms(root):
     return sorted(path.name for path in (root / "in_charge").glob("*.json"))

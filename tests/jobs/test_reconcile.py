@@ -20,6 +20,8 @@ from pipeline.stages import current
 from tests.jobs.rollouts import wait_until
 from tests.jobs.test_deploy import champion, fleet, interrupted_at_the_second_replica  # noqa: F401
 
+pytestmark = pytest.mark.timeout(300)  # what hangs fails
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
