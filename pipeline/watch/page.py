@@ -8,7 +8,7 @@ from typing import Any
 from pipeline import charts, figures
 from pipeline.watch.hours import ALL, Hour
 from pipeline.watch.state import Seen, State
-from pipeline.watch.view import series
+from pipeline.watch.view import compared_of, series
 
 TEMPLATE = "watch/watch.html.j2"
 _MAX_CHARTS = 7
@@ -63,9 +63,10 @@ def _charts(body: Mapping[str, Any], state: State, hours: Sequence[Hour], seen: 
     slices = body["slices"]
     named = [name for one in body["alarms"] if one["fires"] for name in one["slices"]]
     moved = sorted(slices, key=lambda name: -abs(slices[name].get("change") or 0))
-    found = []
+    found, compared = [], compared_of(state, hours)
     for name in [name for name in dict.fromkeys([ALL, *named, *moved]) if name in slices][:_MAX_CHARTS]:
-        lines = {k: v for k, v in series(state, hours, seen, name, now=body["at_s"]).items() if any(y for _, y in v)}
+        made = series(state, hours, seen, name, compared=compared, now=body["at_s"])
+        lines = {k: v for k, v in made.items() if any(y for _, y in v)}
         if chart := charts.line_chart(lines):
             found.append((name, chart))
     return found

@@ -41,11 +41,13 @@ def as_json(config: WatchConfig, state: State, hours: Sequence[Hour], seen: Seen
     }
 
 
-def series(state: State, hours: Sequence[Hour], seen: Seen, name: str, *, now: float) -> dict[str, list]:
+def series(
+    state: State, hours: Sequence[Hour], seen: Seen, name: str, *, compared: Compared | None, now: float
+) -> dict[str, list]:
     """Line → (days from now, acceptance length) of a slice, each point of a whole day, so that no rhythm hides what
-    moves: what was served, what was expected of it then, and what the gate promised."""
+    moves: what was served, what was expected of it then, and what the gate promised. ``compared``: see below."""
     found: dict[str, list] = {"served": [], "expected": [], "promised": []}
-    drafts, expected = _expected(state, hours, name)
+    drafts, expected = _expected(state, hours, name, compared)
     counts = np.array([hour.slices.get(name, (0.0, 0.0, 0.0)) for hour in hours]).reshape(-1, 3)
     for end in range(min(_DAY_H, len(hours)), len(hours) + 1, _EVERY_H):
         day = slice(max(end - _DAY_H, 0), end)
@@ -58,15 +60,23 @@ def series(state: State, hours: Sequence[Hour], seen: Seen, name: str, *, now: f
     return found
 
 
-def _expected(state: State, hours: Sequence[Hour], name: str) -> tuple[np.ndarray, np.ndarray]:
+def compared_of(state: State, hours: Sequence[Hour]) -> Compared | None:
+    """The hours against what is expected; None where nothing is."""
+    reference = state.accepted.reference
+    return _compared(reference, hours) if reference is not None and hours else None
+
+
+def _expected(
+    state: State, hours: Sequence[Hour], name: str, compared: Compared | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Drafts, and accepted drafts that were expected of them when they were served; zero where nothing was.
 
     What is expected now has the levels after the last shift: before its alarm was raised, it was without that shift.
     """
     watching = state.accepted
-    if watching.reference is None or name not in watching.reference.slices or not hours:
+    if compared is None or name not in watching.reference.slices:
         return np.zeros(len(hours)), np.zeros(len(hours))
-    compared, i = _compared(watching.reference, hours), watching.reference.slices.index(name)
+    i = watching.reference.slices.index(name)
     own = np.array([hour.version == watching.version for hour in hours]) & ~np.isnan(compared.change[:, i])
     factor = np.ones(len(hours))
     for alarm in state.alarms:
