@@ -17,7 +17,7 @@ __all__ = ["Probe", "SwapOutcome", "engine", "reset_prefix_cache", "run_probe", 
 
 logger = logging.getLogger("slipstream")
 
-_LOOK_AGAIN = ("busy", "epoch", "version")
+_LOOK_AGAIN = ("busy", "epoch", "paused", "shut", "version")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from serving.deploy import swap_replica
-from serving.errors import DeployError, NoAnswerError
+from serving.errors import DeployError, LookAgainError, NoAnswerError
 from serving.fleet.replicas import Address, look
 from serving.replica import MAX_ANSWER_BYTES, call
 
@@ -147,3 +147,15 @@ def test_nothing_that_the_new_drafter_did_to_the_probes_stands_in_the_way_back(r
     back = replica.orders[-1]
     assert (back["version"], back["probe"], back["allow_changed_outputs"]) == ("1", [], True)
     assert back["expected_epoch"] == "aa.1", "taken once, and not again"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [("shut", LookAgainError), ("paused", LookAgainError), ("sha256", DeployError)]
+)
+def test_a_replica_that_is_starting_again_has_not_refused(replica, code, kind):
+    replica.refuses = ("2",)
+    swap = replica.swap
+    replica.swap = lambda order: swap(order) | {"code": code}
+    with pytest.raises(DeployError, match="not this one") as caught:
+        there(replica)
+    assert type(caught.value) is kind
