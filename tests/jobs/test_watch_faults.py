@@ -48,12 +48,17 @@ def test_a_watch_that_is_killed_at_any_moment_ends_where_one_that_is_not_does(tm
         process.wait(60)
     done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120) for command in commands]
     assert [one.returncode for one in done] == [FIRING, FIRING], done[0].stderr
-    killed, straight = (json.loads(one.stdout) for one in done)
+    killed, straight = (rounded(one.stdout) for one in done)
     assert killed["firing"] == straight["firing"] and killed["slices"] == straight["slices"]
     assert killed["records"] == straight["records"]
     for name in ("hours", "asked"):
-        kept = [{path.name: path.read_text() for path in (root / "watch" / name).iterdir()} for root in roots]
+        kept = [{p.name: rounded(p.read_text()) for p in (root / "watch" / name).glob("[!.]*")} for root in roots]
         assert kept[0] == kept[1] and (name == "asked" or len(kept[0]) == 106)
+
+
+def rounded(text):
+    """JSON without the last digits of its sums, which depend on the order that a kill leaves."""
+    return json.loads(text, parse_float=lambda digits: round(float(digits), 9))
 
 
 class Killed(BaseException):
