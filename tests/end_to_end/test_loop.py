@@ -154,7 +154,7 @@ def test_served_prompts_become_a_swapped_drafter_and_every_stage_runs_once(confi
 
     assert (first.version, back.version, again.version, version) == ("2", "1", "2", "2")
     assert registry.alias(model, "champion") == serving["version"] == "2"
-    assert all(one["changed_outputs"] == 0 for release in (first, back, again) for one in release.replicas)
+    assert all(one["change"]["changed_outputs"] == 0 for release in (first, back, again) for one in release.replicas)
 
     assert {name: a.id for name, a in learned_again.drafters.items()} == {
         name: a.id for name, a in learned.drafters.items()
