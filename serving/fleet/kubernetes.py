@@ -88,12 +88,15 @@ class KubernetesService:
         try:
             trusted = ssl.create_default_context(cafile=str(self.account / "ca.crt"))
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trusted) as answer:
-                return json.loads(answer.read())
+                found = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             allow = "; its role needs `list` on endpointslices in discovery.k8s.io" if error.code == 403 else ""
             raise DeployError(f"Kubernetes API: HTTP {error.code} for {path}{allow}")
         except (HTTPException, OSError, ValueError) as error:
             raise DeployError(f"Kubernetes API at {_api_server()} could not be asked ({error})")
+        if not isinstance(found, dict):
+            raise DeployError(f"Kubernetes API: {path} answered with no list of EndpointSlices")
+        return found
 
     def _namespace(self) -> str:
         return self.namespace or self._read("namespace")

@@ -168,6 +168,9 @@ def test_each_thing_that_is_missing_has_its_own_message(api, tmp_path, monkeypat
     (other / "token").write_text("t0ken")
     with pytest.raises(DeployError, match="certificate"):  # another authority's
         KubernetesService("vllm", "inference", account=other)()
+    (tmp_path / "ca.crt").unlink()
+    with pytest.raises(DeployError, match="could not be asked"):
+        service()
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     with pytest.raises(DeployError, match=r"not in a pod; list the replicas in serving\.replicas"):
         service()
