@@ -32,6 +32,7 @@ from pipeline.due import Due
 from pipeline.errors import StageError
 from pipeline.retrainings import Retraining
 from serving import supervise
+from serving.process_group import GRACE_S
 
 logger = logging.getLogger("slipstream")
 
@@ -111,7 +112,7 @@ def _run(loop: Sequence[str], *, timeout_s: float) -> int:
         if process.stdin is not None:
             process.stdin.close()  # whereupon the supervisor ends what is left
         try:
-            process.wait(2 * supervise.GRACE_S)
+            process.wait(2 * GRACE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

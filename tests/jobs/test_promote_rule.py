@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs import deploy, promote
+from jobs import promote, rollout
 from jobs.adopt import first_champion
 from jobs.registry import FAILED, PASSED, PENDING, AliasMoved, Registry
 from pipeline.config import Config
@@ -34,7 +34,7 @@ def two(config, tiny):
 def deployed(config, version, *, reason="deploy"):
     """What a deploy does to the registry once the fleet serves a version."""
     registry = Registry(None, config.root)
-    deploy._require_passed(registry, config.model_name, version)
+    rollout.require_passed(registry, config.model_name, version)
     registry.set_alias(config.model_name, "champion", version, reason=reason)
 
 
@@ -51,7 +51,7 @@ def test_the_second_of_two_is_told_to_measure_again_with_both_figures(config, tw
     registry = Registry(None, config.root)
     assert (approved(config), registry.state(config.model_name, "3")) == ("2", PENDING)
     with pytest.raises(StageError, match="version 3 never was approved"):
-        deploy._require_passed(registry, config.model_name, "3")
+        rollout.require_passed(registry, config.model_name, "3")
 
 
 def test_of_two_at_once_one_is_approved_and_the_other_told_to_measure_again(config, two):
@@ -133,7 +133,7 @@ def test_a_later_verdict_withdraws_what_waits_and_never_what_has_served(config, 
         promote.run(config, make_decision(config.root, "hold"), challenger)
     assert registry.state(model, "2") == FAILED
     with pytest.raises(StageError, match=r"version 2 is failed now \(decision g-d1-c0-hold is hold\)"):
-        deploy._require_passed(registry, model, "2")
+        rollout.require_passed(registry, model, "2")
     assert promote.run(config, decision, challenger) == "2"  # and a later pass lets it through
     deployed(config, "2")
     with pytest.raises(StageError, match="the gate says reject"):
