@@ -209,7 +209,7 @@ class Watch:
         """The hours on disk; one that was closed by a look which was killed is closed again by the next."""
         found = read_hours(self.folder / "hours")
         closed = self.reading.closed
-        return found if not self.sources or closed is None else [hour for hour in found if hour.start <= closed]
+        return [hour for hour in found if closed is not None and hour.start <= closed] if self.sources else found
 
 
 def _served(record: Record | Unreadable, reader: Reader) -> Served | str:
