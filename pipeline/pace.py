@@ -31,11 +31,14 @@ def tokens_per_s(measured: Mapping[str, Any], *, level: float) -> Interval:
 
 
 def between_tokens(measured: Mapping[str, Any], *, level: float) -> Interval | None:
-    """99th percentile of the time between a client's tokens, challenger over champion; None where not measured."""
-    logs = _paired_logs(measured, lambda s: s.get("itl_p99_s"))
+    """99th percentile of the time between a client's tokens, challenger over champion; None where not measured.
+
+    A client that is held up reads several arrivals at once, and a sitting where it always did measured nothing.
+    """
+    logs = _paired_logs(measured, lambda s: s.get("itl_p99_s") or None)
     if len(logs):
         return _interval(logs, level)
-    after, before = ((measured[r].get("latency") or {}).get("itl_p99_s") for r in ("challenger", "champion"))
+    after, before = ((measured[r].get("latency") or {}).get("itl_p99_s") or None for r in ("challenger", "champion"))
     return None if after is None or before is None else _alone(after, before)
 
 

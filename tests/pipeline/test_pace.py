@@ -71,6 +71,18 @@ def test_replies_that_came_whole_have_no_tail_and_none_is_asked_for():
     assert (verdict.decision, failed(verdict)) == ("hold", ["tail"])
 
 
+def test_a_sitting_whose_client_read_everything_at_once_has_no_tail():
+    champion, challenger = ({"sittings": sittings_of(100.0, itl_p99_s=0.1)} for _ in range(2))
+    challenger["tokens_per_s"] = 100.0
+    for one in challenger["sittings"][:2]:
+        one["itl_p99_s"] = 0.0
+    verdict = decide(FAST, ROWS, measured_of(ROWS, champion=champion, challenger=challenger))
+    assert verdict.tail.ratio == pytest.approx(1.0) and verdict.tail.num_clusters == len(champion["sittings"]) - 2
+    for one in challenger["sittings"]:
+        one["itl_p99_s"] = 0.0
+    assert decide(FAST, ROWS, measured_of(ROWS, champion=champion, challenger=challenger)).tail is None
+
+
 def test_speculation_that_does_not_pay_where_the_fleet_serves_is_not_recommended_above_where_it_does():
     # Concurrency 8 is production's.
     points = {(1, 0): 30, (1, 4): 60, (4, 0): 100, (4, 4): 120, (4, 2): 110, (8, 0): 150, (8, 4): 120, (8, 2): 140}
