@@ -30,7 +30,7 @@ demo: install
 	$(BIN)/slipstream demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-services: install airflow
 	@packaging/install_services "$(PIP)"

@@ -154,5 +154,5 @@ def _until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.05)
+        time.sleep(0.2)  # the endpoint takes ten calls a second
     return False
