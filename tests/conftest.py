@@ -24,6 +24,15 @@ for name, value in (ENGINE | KEYS).items():
     os.environ.setdefault(name, value)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_is_left():
+    """Asked for data outside a session, Ray starts by itself, and the modules that follow would share that one."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+
+
 @pytest.fixture(scope="module")
 def restored_environment():
     """An in-process engine sets variables that must not reach the servers of other tests."""

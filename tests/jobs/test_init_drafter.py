@@ -1,6 +1,7 @@
 """A cold start's own prompts: what is set for the traffic leaves them alone."""
 
 from jobs import init_drafter
+from jobs.session import ray_session
 from pipeline.config import Config
 from pipeline.engines import Reply
 from tests.pipeline.scripted_engines import ScriptedEngines
@@ -19,5 +20,6 @@ def test_the_name_that_a_target_is_served_by_keeps_no_general_prompt_out(tmp_pat
         }
     )
     engines = ScriptedEngines(lambda asked: Reply(asked.row_id, (5, 6, 1), "stop"), words_of, check=SOUND, model=model)
-    states = init_drafter.general_states(config, LAYERS, engines=engines)
+    with ray_session():
+        states = init_drafter.general_states(config, LAYERS, engines=engines)
     assert states.manifest.counts["rows"] == 12
