@@ -1,6 +1,6 @@
 # make demo           set-up, then the whole loop on this machine
 # make test           set-up, then the tests
-# make test-services  set-up with PostgreSQL, Chromium and Airflow, then the tests that need real services; starts and ends them
+# make test-services  set-up with PostgreSQL, Chromium and Airflow, then the tests that need real services or minutes of restarts
 # make install        set-up alone; VARIANT=gpu takes vLLM's GPU package of the same version
 # make airflow        Airflow in an environment of its own, .venv-airflow
 #
@@ -34,7 +34,7 @@ test: install
 
 test-services: install airflow
 	@packaging/install_services "$(PIP)"
-	$(BIN)/python -m pytest tests/services $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/services tests/long $(PYTEST_ARGS)
 
 bench: install
 	@for script in $(filter-out bench/figures.py,$(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python $$script --small || exit 1; done
