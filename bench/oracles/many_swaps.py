@@ -14,7 +14,9 @@ from serving.load import Driver
 
 SETTLED_AFTER = 10
 """Swaps, after which memory must no longer grow: allocators and caches have found their size."""
-WARM_REQUESTS = 400
+WARM_REQUESTS, WARM_ROUNDS, WARM_BYTES = 400, 8, 2000
+"""A server that has just started grows with its first requests, whatever it serves: so many at a time, until one adds
+no more than this to its memory."""
 JUDGED_FROM = 60
 """Swaps, below which the steps in which an allocator grows hide what one swap adds."""
 
@@ -29,13 +31,13 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         ]
         outcomes, memory = [], []
         with Driver(swapped.server.base_url, asked, concurrency=clients) as driver:
-            driver.wait_for(WARM_REQUESTS if judged else 2 * len(asked))  # an answer to every prompt
-            before = _growth_alone(swapped, driver, requests=50 * clients) if judged else 0.0
+            driver.wait_for(2 * len(asked))  # an answer to every prompt
+            before = _warmed(swapped, driver) if judged else 0.0
             for i in range(swaps):
                 outcomes.append(swapped.swap(*(("1", "2") if i % 2 == 0 else ("2", "1"))))
                 driver.wait_for(len(driver.replies) + clients)
                 memory.append((len(driver.replies), swapped.memory()))
-            after = _growth_alone(swapped, driver, requests=50 * clients) if judged else 0.0
+            after = _growth_alone(swapped, driver, requests=WARM_REQUESTS) if judged else 0.0
             replies = driver.stop()
         drafter = sum(file.stat().st_size for file in swapped.folders["1"].glob("*.safetensors"))
     pauses = sorted(outcome.pause_s for outcome in outcomes)
@@ -51,6 +53,14 @@ def many_swaps(workdir: Path, *, swaps: int, clients: int = 8, **server: Any) ->
         "swaps.longest_request_s": shown(max(reply.latency_s for reply in replies), n=len(replies)),
     }
     return figures | _memory(memory, (before, after), drafter_bytes=drafter)
+
+
+def _warmed(swapped: Swapped, driver: Driver) -> float:
+    """Bytes that a request adds once the first ones have done so, or after WARM_ROUNDS."""
+    for _ in range(WARM_ROUNDS):
+        if (growing := _growth_alone(swapped, driver, requests=WARM_REQUESTS)) <= WARM_BYTES:
+            break
+    return growing
 
 
 def _growth_alone(swapped: Swapped, driver: Driver, *, requests: int) -> float:
