@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any
 
+from serving.answers import read_bounded
 from serving.errors import DeployError, NoAnswerError
 
 MAX_ANSWER_BYTES = 16 << 20
@@ -123,17 +124,13 @@ def _post(url: str, body: dict[str, Any] | None, headers: dict[str, str], timeou
 
 
 def _whole(answer: HTTPResponse, deadline: float) -> bytes:
-    """The body. A timeout holds for one read: who sends a byte now and then must not hold its caller for good.
-
-    Raises: OSError when it takes too long or is too large; HTTPException when it breaks off.
-    """
-    body = b""
-    while part := answer.read1(1 << 16):
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            raise OSError(f"its answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out amid its answer")
+    """The body. Raises: OSError when it takes too long or is too large; HTTPException when it breaks off."""
+    try:
+        body = read_bounded(answer, max_bytes=MAX_ANSWER_BYTES, deadline=deadline)
+    except TimeoutError:
+        raise TimeoutError("timed out amid its answer")
+    if len(body) > MAX_ANSWER_BYTES:
+        raise OSError(f"its answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
     if answer.length:
         raise IncompleteRead(body, answer.length)
     return body

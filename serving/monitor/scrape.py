@@ -4,8 +4,9 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 
+from serving.answers import read_bounded
 from serving.monitor.counters import Counters, read_counters
 
 MAX_BYTES = 16 << 20
@@ -16,7 +17,7 @@ def fetch(url: str, *, timeout_s: float) -> str:
     """The exposition of the replica at a base URL. Raises: OSError for whatever keeps it from being read."""
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/metrics", timeout=timeout_s) as answer:
-            body = _body(answer, until=time.monotonic() + timeout_s)
+            body = read_bounded(answer, max_bytes=MAX_BYTES, deadline=time.monotonic() + timeout_s)
     except (HTTPException, OSError, ValueError) as error:  # also a URL that is none, and an answer that is no HTTP
         raise OSError(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
     if len(body) > MAX_BYTES:
@@ -32,16 +33,6 @@ def scrape(url: str, *, timeout_s: float) -> Counters | str:
         return str(error)
     except (ValueError, KeyError) as error:
         return f"its /metrics cannot be read ({type(error).__name__}: {error})"
-
-
-def _body(answer: HTTPResponse, *, until: float) -> bytes:
-    """The body, as far as MAX_BYTES and one. Raises: TimeoutError for one that drips: a read alone may take as long."""
-    found = bytearray()
-    while len(found) <= MAX_BYTES and (part := answer.read1(1 << 16)):
-        found += part
-        if time.monotonic() > until:
-            raise TimeoutError("timed out")
-    return bytes(found)
 
 
 def scrape_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, Counters | str]:
